@@ -1,0 +1,1 @@
+"""Pure tensor functions, each with a plain reference beside it. No configuration, no models."""

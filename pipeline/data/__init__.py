@@ -1,0 +1,1 @@
+"""From a window of offsets to a frozen, curated, content-addressed snapshot."""

@@ -1,0 +1,124 @@
+"""The capture log's protocol and its in-memory twin: topics, partitions, offsets, explicit commits."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from draftloop.pipeline.errors import InputError
+
+
+class LogEntry(NamedTuple):
+    """What a producer hands in. The key picks the partition: equal keys keep their order."""
+
+    key: bytes
+    value: bytes
+
+
+class StoredEntry(NamedTuple):
+    """What a reader gets back."""
+
+    partition: int
+    offset: int
+    time_ms: int
+    key: bytes
+    value: bytes
+
+
+Offsets = dict[int, int]  # partition -> next offset
+
+
+class CaptureLog(Protocol):
+    """A durable stream. Offsets are dense per partition, start at 0 and are never reused."""
+
+    def create_topic(self, topic: str, *, num_partitions: int) -> None:
+        """Make a topic; an existing one with the same partition count is left as it is. Raises InputError otherwise."""
+
+    def topics(self) -> dict[str, int]:
+        """Topic -> number of partitions."""
+
+    def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
+        """Durably append all or nothing. Raises InputError (no topic), StorageError (disk)."""
+
+    def end_offsets(self, topic: str) -> Offsets:
+        """The next offset of each partition."""
+
+    def read(self, topic: str, partition: int, start: int, stop: int) -> Iterator[StoredEntry]:
+        """Entries with start <= offset < stop, in order, streamed."""
+
+    def committed(self, group: str, topic: str) -> Offsets:
+        """What a group has committed; partitions never committed are at 0."""
+
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Store a group's progress durably."""
+
+    def close(self) -> None:
+        """Release the log; appended entries stay."""
+
+
+def partition_of(key: bytes, num_partitions: int) -> int:
+    """The partition of a key, equal in every process."""
+    return zlib.crc32(key) % num_partitions
+
+
+def unknown_topic(topic: str, known: Sequence[str]) -> InputError:
+    """The one wording for a topic that is not there."""
+    return InputError(f"no topic {topic!r} in the log (it has: {', '.join(sorted(known)) or 'none'})", mend="create it first")
+
+
+class MemoryLog:
+    """The in-memory twin: same contract, gone with the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._topics: dict[str, list[list[StoredEntry]]] = {}
+        self._committed: dict[tuple[str, str], Offsets] = {}
+        self._clock_ms = 0
+
+    def create_topic(self, topic: str, *, num_partitions: int) -> None:
+        with self._lock:
+            if topic in self._topics and len(self._topics[topic]) != num_partitions:
+                raise InputError(f"topic {topic!r} has {len(self._topics[topic])} partitions, not {num_partitions}")
+            self._topics.setdefault(topic, [[] for _ in range(num_partitions)])
+
+    def topics(self) -> dict[str, int]:
+        with self._lock:
+            return {topic: len(partitions) for topic, partitions in self._topics.items()}
+
+    def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
+        with self._lock:
+            partitions = self._partitions(topic)
+            for entry in entries:
+                self._clock_ms += 1
+                index = partition_of(entry.key, len(partitions))
+                stored = StoredEntry(index, len(partitions[index]), self._clock_ms, entry.key, entry.value)
+                partitions[index].append(stored)
+
+    def end_offsets(self, topic: str) -> Offsets:
+        with self._lock:
+            return {index: len(entries) for index, entries in enumerate(self._partitions(topic))}
+
+    def read(self, topic: str, partition: int, start: int, stop: int) -> Iterator[StoredEntry]:
+        with self._lock:
+            window = self._partitions(topic)[partition][start:stop]
+        yield from window
+
+    def committed(self, group: str, topic: str) -> Offsets:
+        with self._lock:
+            known = self._committed.get((group, topic), {})
+            return {index: known.get(index, 0) for index in range(len(self._partitions(topic)))}
+
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        with self._lock:
+            self._partitions(topic)
+            self._committed.setdefault((group, topic), {}).update(offsets)
+
+    def close(self) -> None:
+        pass
+
+    def _partitions(self, topic: str) -> list[list[StoredEntry]]:
+        if topic not in self._topics:
+            raise unknown_topic(topic, list(self._topics))
+        return self._topics[topic]

@@ -1,0 +1,1 @@
+"""What runs inside the engine's process: the capture hook, and one room per engine."""
