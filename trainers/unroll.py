@@ -1,0 +1,58 @@
+"""The EAGLE-3 unroll: every anchor's chain of proposals at once, teacher-forced with the logged tokens.
+
+Row i of depth t pairs the hidden state of the step before (t = 0: the target's fused features of token i) with the
+embedding of token i+1+t, sits at rotary position i+t and proposes token i+2+t. It attends to the depth-0 rows j <= i
+and, of every depth 1..t, to row i alone: what serving's cache holds when all drafts so far were accepted.
+Shapes: B sequences, T positions, N taps, H hidden, Q query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftloop.kernels.ttt_attention import ttt_attention
+from draftloop.trainers.eagle3 import Eagle3
+
+
+class Depth0(NamedTuple):
+    """Keys and values of the depth-0 rows, which every later depth attends to."""
+
+    key: Tensor  # [B, T, K, D]
+    value: Tensor  # [B, T, K, D]
+
+
+def _shifted(input_ids: Tensor, by: int) -> Tensor:
+    """Token i+by at column i; the tail repeats token 0 and is never used."""
+    return F.pad(input_ids, (0, by))[:, by:]
+
+
+@torch.no_grad()
+def propose(
+    model: Eagle3, embedding: Tensor, taps: Tensor, input_ids: Tensor, lengths: Tensor, *, k: int
+) -> Tensor:
+    """Greedy drafts from every anchor: entry [b, i, d] is the draft for token i+2+d given logged tokens up to i+1+d.
+
+    embedding [V, H]; taps [B, T, N, H]; input_ids int64 [B, T], right-padded; lengths int64 [B]. Returns target ids,
+    int64 [B, T, k]. Rows whose inputs lie beyond the length are don't-care (performance: padding is computed too).
+    """
+    del lengths  # causal and right-padded: padding is never attended to from inside
+    dtype = model.fc.weight.dtype
+    batch, length = input_ids.shape
+    base = torch.arange(length, device=input_ids.device).expand(batch, length)
+    hidden = model.fuse(taps)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    drafts = torch.empty(batch, length, k, dtype=torch.int64, device=input_ids.device)
+    for depth in range(k):
+        embeds = F.embedding(_shifted(input_ids, 1 + depth), embedding).to(dtype)
+        projected = model.project(embeds, hidden, base + depth)
+        keys.append(projected.key)
+        values.append(projected.value)
+        hidden = model.finish(ttt_attention(projected.query, keys, values), projected.residual)
+        for sequence in range(batch):  # one sequence's logits at a time: [T, draft vocabulary], never [B, T, ...]
+            drafts[sequence, :, depth] = model.to_target_ids(model.logits(hidden[sequence]).argmax(-1))
+    return drafts
