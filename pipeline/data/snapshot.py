@@ -1,6 +1,7 @@
 """Frozen, content-addressed datasets: rows as `datasets` Arrow folders, reject ledger, manifest, completion marker.
 
-Layout of `root/<id>/`: `train/` and `heldout/` (what `datasets.load_from_disk` reads), `rejects.jsonl`, `manifest.json`, `COMPLETE`.
+Layout of `root/<id>/`: `train/` and `heldout/` (what `datasets.load_from_disk` reads), `rejects.jsonl`,
+`manifest.json`, `COMPLETE`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Why one entry did not become a row. Never any content: where it stands in the log, and its record id where readable."""
+    """Why one entry did not become a row: its place in the log and its record id, where known; never any content."""
 
     reason: str
     partition: int | None
@@ -99,8 +100,9 @@ def publish_snapshot(
 ) -> Snapshot:
     """Write a snapshot to `root/<id>`; the same content a second time changes nothing and returns the same.
 
-    `source` says where the rows came from (topic, offset ranges, consent policy versions, parent); `rules` how they were
-    chosen and split. A damaged folder of the same id is replaced. Raises EmptySnapshotError, SnapshotError, StorageError.
+    `source` says where the rows came from (topic, offset ranges, consent policy versions, parent); `rules` how they
+    were chosen and split. A damaged folder of the same id is replaced.
+    Raises EmptySnapshotError, SnapshotError, StorageError.
     """
     reasons = dict(sorted(Counter(reject.reason for reject in rejects).items()))
     for split, rows in zip(SPLITS, (train, heldout), strict=True):
@@ -137,7 +139,7 @@ def publish_snapshot(
 
 
 def open_snapshot(folder: Path) -> Snapshot:
-    """Open a published snapshot after checking every file's digest. Raises SnapshotError naming the file and the mend."""
+    """Open a snapshot after checking every file's digest. Raises SnapshotError naming the file and the mend."""
     try:
         manifest = artifact.verify(folder, kind="snapshot", error=SnapshotError)
         if manifest.get("kind") != "snapshot":
@@ -149,7 +151,7 @@ def open_snapshot(folder: Path) -> Snapshot:
             )
         fingerprint = Fingerprint.from_dict(manifest["fingerprint"])
     except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
-        raise SnapshotError(f"snapshot {folder}: {artifact.MANIFEST} is not readable: {error}", mend=MAKE_AGAIN) from error
+        raise SnapshotError(f"snapshot {folder}: manifest is not readable: {error}", mend=MAKE_AGAIN) from error
     return Snapshot(folder=folder, id=manifest["id"], manifest=manifest, fingerprint=fingerprint)
 
 
@@ -165,7 +167,7 @@ def empty_snapshot(split: str, *, num_other: int, reasons: Mapping[str, int]) ->
     side = "no rows to train on" if split == "train" else "no held-out rows to judge on"
     return EmptySnapshotError(
         f"curation left {side} ({num_other} rows on the other side; rejected: {ledger})",
-        mend="loosen the rule with the largest count, capture more traffic, or raise heldout_fraction; nothing was published",
+        mend="loosen the rule with the largest count, capture more traffic, or raise heldout_fraction",
     )
 
 
