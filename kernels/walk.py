@@ -1,4 +1,4 @@
-"""Exact replay of speculative decoding on logged text: which anchors serving visits, and how many drafts it accepts there.
+"""Exact replay of speculative decoding on logged text: the anchors serving visits, and the drafts it accepts there.
 
 Shapes: B texts, N anchors, K draft depths. A text is the tokens that speculation emitted (everything after prefill's
 first token), right-padded to N. Anchor t is the moment before tokens[t]; its draft at depth d competes with
@@ -146,7 +146,7 @@ def _competing_positions(num_anchors: int, depths: int, device: torch.device) ->
 
 def _inside_rates(rates: Tensor, lengths: Tensor) -> Tensor:
     """float64 rates, 0 where the competing token lies beyond the text's end."""
-    positions = _competing_positions(*rates.shape[1:], rates.device)
+    positions = _competing_positions(rates.shape[1], rates.shape[2], rates.device)
     return rates.double() * (positions < lengths[:, None, None])
 
 
