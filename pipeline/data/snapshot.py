@@ -107,7 +107,7 @@ def publish_snapshot(
     reasons = dict(sorted(Counter(reject.reason for reject in rejects).items()))
     for split, rows in zip(SPLITS, (train, heldout), strict=True):
         if not rows:
-            raise empty_snapshot(split, num_other=len(train) + len(heldout), reasons=reasons)
+            raise _empty_snapshot(split, num_other=len(train) + len(heldout), reasons=reasons)
     _require_disjoint(train, heldout)
     identity = snapshot_id(train, heldout, fingerprint=fingerprint, rules=rules)
     final = root / identity
@@ -161,7 +161,7 @@ def read_rejects(snapshot: Snapshot) -> list[Reject]:
         return [Reject(**json.loads(line)) for line in stream]
 
 
-def empty_snapshot(split: str, *, num_other: int, reasons: Mapping[str, int]) -> EmptySnapshotError:
+def _empty_snapshot(split: str, *, num_other: int, reasons: Mapping[str, int]) -> EmptySnapshotError:
     """The one wording for a side without rows: an all-rejected run is an error, never an empty dataset."""
     ledger = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items())) or "none"
     side = "no rows to train on" if split == "train" else "no held-out rows to judge on"

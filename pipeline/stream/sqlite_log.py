@@ -1,8 +1,8 @@
 """The capture log as one SQLite file: one machine, many processes, no service.
 
 Concurrency: WAL, so readers never wait for a writer; writers queue on BEGIN IMMEDIATE, so two of them never both read
-the next offset. Durability: synchronous=FULL, because `append` promises durability and NORMAL in WAL mode loses the last
-commits on power loss; the cost is one fsync per batch, paid by the capture sender's thread, not by a request.
+the next offset. Durability: synchronous=FULL, because `append` promises it and NORMAL in WAL mode loses the last
+commits on power loss; the cost is one fsync per batch, paid by the thread that sends captures, not by a request.
 """
 
 from __future__ import annotations
