@@ -1,0 +1,56 @@
+"""Who allowed what: the consent policy, and the decision about one request. Pure; default deny."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+from draftloop.pipeline.records import Consent
+
+
+class TenantConsent(BaseModel):
+    """What one tenant permits."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    purpose: Literal["train"] = "train"
+    sample_rate: float = Field(default=1.0, ge=0, le=1)  # share of this tenant's requests, by request id
+    expires: AwareDatetime | None = None  # from this moment on: denied
+
+
+class ConsentPolicy(BaseModel):
+    """The permissions in force. There is no way to allow everybody: a tenant is named or denied."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: str
+    default: Literal["deny"] = "deny"
+    tenants: dict[str, TenantConsent] = Field(default_factory=dict)
+
+
+class Decision(NamedTuple):
+    """`consent` is set exactly where the request may be kept; `reason` says why not otherwise."""
+
+    consent: Consent | None
+    reason: Literal["allowed", "no_consent", "expired", "not_sampled"]
+
+
+def decide(policy: ConsentPolicy, tenant: str, request_id: str, *, now: datetime | None = None) -> Decision:
+    """Whether a request may be kept. `now` must be given by who wants the answer repeatable; default: this moment."""
+    permission = policy.tenants.get(tenant)
+    if permission is None:
+        return Decision(None, "no_consent")
+    if permission.expires is not None and (now or datetime.now(UTC)) >= permission.expires:
+        return Decision(None, "expired")
+    if share_of(request_id) >= permission.sample_rate:
+        return Decision(None, "not_sampled")
+    consent = Consent(purpose=permission.purpose, policy_version=policy.version, basis="tenant-policy")
+    return Decision(consent, "allowed")
+
+
+def share_of(request_id: str) -> float:
+    """A number in [0, 1) that depends on the request id alone: raising a sample rate only ever adds requests."""
+    return int.from_bytes(hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
