@@ -20,7 +20,7 @@ class EngineConfig(BaseModel):
     num_speculative_tokens: int = Field(default=4, ge=1, le=16)
     floor: Literal["none", "ngram"] = "ngram"  # what drafts while no drafter is loaded
     capture_logprobs: bool = False
-    prefill_tokens: int = Field(default=4096, ge=1)  # padded prompt positions of one forward; a longer prompt goes alone
+    prefill_tokens: int = Field(default=4096, ge=1)  # padded prompt positions of a forward; a longer prompt goes alone
 
 
 @dataclass(frozen=True)
