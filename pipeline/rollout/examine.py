@@ -1,0 +1,111 @@
+"""What must hold before a drafter may enter the engine, and what must hold once it is in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from draftloop.pipeline import artifact
+from draftloop.pipeline.errors import CheckpointError, SwapFailedError
+from draftloop.pipeline.fingerprint import Fingerprint, require_same
+from draftloop.pipeline.records import ProbeResult, SpecCounters
+from draftloop.pipeline.registry.registry import Registry
+
+CheckVerdict = Callable[[dict[str, Any], str, str], None]  # document, drafter digest, fingerprint digest
+
+_MIN_SUSPICIOUS_STEPS = 8  # fewer steps may all be accepted by luck
+
+
+class GreedyComparison(Protocol):
+    """What comparing two probes says."""
+
+    @property
+    def identical(self) -> bool: ...
+
+    @property
+    def within_ties(self) -> bool: ...
+
+
+Compare = Callable[[ProbeResult, ProbeResult, float], GreedyComparison]  # before, after, tie margin
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A drafter that may be loaded."""
+
+    version: str
+    folder: Path
+    digest: str
+    tensors: str  # digest its loaded tensors must have; empty: its manifest names none
+    document: Mapping[str, Any]  # its signed verdict
+
+
+def stage(
+    registry: Registry, version: str, place: Path, *, fingerprint: Fingerprint, check_verdict: CheckVerdict
+) -> Staged:
+    """Bring a champion version to `place` and check files, verdict and target.
+
+    Raises CheckpointError, SwapRefusedError, FingerprintMismatchError; RegistryError and StorageError where it could
+    not be brought.
+    """
+    document = registry.verdict(version)
+    if not artifact.is_complete(place) or digest_of(place) != document.get("digest"):
+        bring(registry, version, place)
+    manifest = artifact.verify(place, kind="drafter", error=CheckpointError)
+    digest = digest_of(place)
+    check_verdict(document, digest, fingerprint.digest)
+    try:
+        own = Fingerprint.from_dict(manifest.get("fingerprint"))
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"version {version} names no target: {error}", mend="train the drafter again") from error
+    require_same(fingerprint, own, expected_of="the engine", found_of=f"version {version}")
+    return Staged(version, place, digest, str(manifest.get("tensor_digest", "")), document)
+
+
+def bring(registry: Registry, version: str, place: Path) -> None:
+    """Download a version beside `place`, then rename, so that a cut download is never taken for whole."""
+    with artifact.staging(place) as draft:
+        found = registry.fetch(version, draft / "fetched")
+        artifact.verify(found, kind="drafter", error=CheckpointError)
+        if place.exists():
+            shutil.rmtree(place)
+        os.rename(found, place)
+
+
+def digest_of(folder: Path) -> str:
+    """The digest of a complete drafter folder."""
+    return (folder / artifact.MARKER).read_text().strip()
+
+
+def require_loaded(staged_tensors: str, loaded_tensors: str, *, version: str | None) -> None:
+    """Raise SwapFailedError unless the engine holds the tensors the manifest names."""
+    if staged_tensors and staged_tensors != loaded_tensors:
+        raise SwapFailedError(
+            f"version {version}: the engine loaded tensors {loaded_tensors[:12] or 'unknown'}, "
+            f"the manifest names {staged_tensors[:12]}"
+        )
+
+
+def require_same_outputs(before: ProbeResult, after: ProbeResult, compare: Compare, tie_margin: float) -> bool:
+    """Whether the canary outputs are identical; near-ties of the target may fall either way. Raises SwapFailedError."""
+    found = compare(before, after, tie_margin)
+    if not found.identical and not found.within_ties:
+        raise SwapFailedError("the target's greedy outputs for the canary prompts changed with the swap")
+    return bool(found.identical)
+
+
+def require_plausible(seen: SpecCounters, *, version: str | None) -> None:
+    """Raise SwapFailedError if nothing was accepted, or everything: neither is a drafter at work."""
+    if seen.num_steps <= 0 or seen.num_accepted <= 0:
+        raise SwapFailedError(f"version {version}: no proposal was accepted in {seen.num_steps} probe steps")
+    if seen.num_steps >= _MIN_SUSPICIOUS_STEPS and seen.num_accepted >= seen.num_drafted:
+        raise SwapFailedError(
+            f"version {version}: all {seen.num_drafted} proposals of {seen.num_steps} probe steps were accepted; "
+            "no drafter is that good"
+        )
