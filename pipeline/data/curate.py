@@ -68,8 +68,8 @@ class CurateConfig(BaseModel):
     max_carried_heldout: int = Field(2000, ge=0)
 
     def split_rule(self) -> dict[str, Any]:
-        """What must not change between a snapshot and its child."""
-        return {"rule": SPLIT_RULE, "salt": self.split_salt, "heldout_fraction": self.heldout_fraction}
+        """The settings that must not change between a snapshot and its child."""
+        return {"split_salt": self.split_salt, "heldout_fraction": self.heldout_fraction}
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,11 @@ class _Parent:
         self.rows: dict[Split, list[Row]] = {"train": [], "heldout": []}
         if carried is not None:
             require_same(fingerprint, carried.fingerprint, expected_of="this run", found_of=f"snapshot {carried.id}")
-            if (found := carried.manifest["rules"].get("split")) != config.split_rule():
+            wanted = config.split_rule()
+            found = {name: carried.manifest["rules"].get(name) for name in wanted}
+            if found != wanted:
                 raise ConfigError(
-                    f"snapshot {carried.id} was split by {found}, this run splits by {config.split_rule()}",
+                    f"snapshot {carried.id} was split by {found}, this run splits by {wanted}",
                     mend="keep heldout_fraction and split_salt for all cycles, or start without a parent snapshot",
                 )
             self.rows = {"train": carried.rows("train"), "heldout": carried.rows("heldout")}
@@ -349,7 +351,7 @@ def _assemble(
         "carried": counts["carried"],
         "parent": parent.id,
     }
-    rules = {"curate": config.model_dump(), "split": config.split_rule(), "parent": parent.id}
+    rules = {**config.model_dump(mode="json"), "split_rule": SPLIT_RULE, "parent": parent.id}
     return Curated(merged["train"], merged["heldout"], ledger.rejects, counts, source, rules)
 
 
