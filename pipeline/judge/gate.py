@@ -55,6 +55,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     champion: str  # "none" or "ngram" on day 0
     challenger_tau: float
     champion_tau: float
+    challenger_digest: str | None  # of the drafter folders replayed; None: no drafter, or the n-gram floor
+    champion_digest: str | None
+    target: str  # Fingerprint.digest
     snapshot_id: str
     k: int
     config: dict[str, float | int | str]
@@ -99,6 +102,9 @@ def decide(
         champion=champion.drafter,
         challenger_tau=challenger.tau,
         champion_tau=champion.tau,
+        challenger_digest=challenger.drafter_digest,
+        champion_digest=champion.drafter_digest,
+        target=challenger.target,
         snapshot_id=challenger.snapshot_id,
         k=challenger.k,
         config=config.model_dump(),

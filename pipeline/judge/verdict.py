@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from draftloop.pipeline.errors import ConfigError, InputError, StorageError, SwapRefusedError
+from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.judge.gate import Verdict
 
 FORMAT = "draftloop-verdict-1"
@@ -46,7 +47,7 @@ def sign(
     verdict: Verdict,
     *,
     digest: str,
-    fingerprint: str,
+    fingerprint: Fingerprint | str,
     snapshot_id: str,
     champion_digest: str | None,
     job_key: str,
@@ -54,19 +55,28 @@ def sign(
     time_ms: int | None = None,
 ) -> dict[str, Any]:
     """A signed document of a gate's decision, passed or refused alike. digest: of the challenger's folder;
-    fingerprint: Fingerprint.digest of the target.
+    fingerprint: of the target, or its digest.
 
-    time_ms: Unix milliseconds, None for now. Raises InputError for a verdict over another snapshot.
+    time_ms: Unix milliseconds, None for now. Raises InputError for evidence about another drafter, champion, target or
+    snapshot.
     """
-    if verdict.snapshot_id != snapshot_id:
-        raise InputError(
-            f"the verdict judged snapshot {verdict.snapshot_id}, not {snapshot_id}",
-            mend="judge on the job's own snapshot",
-        )
+    target = _digest_of(fingerprint)
+    claims = {
+        "drafter": (digest, verdict.challenger_digest),
+        "champion": (champion_digest, verdict.champion_digest),
+        "target": (target, verdict.target),
+        "snapshot": (snapshot_id, verdict.snapshot_id),
+    }
+    for name, (claimed, judged) in claims.items():
+        if claimed != judged:
+            raise InputError(
+                f"the verdict judged {name} {judged}, it cannot be signed for {claimed}",
+                mend="replay and gate exactly what is to be registered",
+            )
     body = {
         "format": FORMAT,
         "digest": digest,
-        "fingerprint": fingerprint,
+        "fingerprint": target,
         "snapshot_id": snapshot_id,
         "champion_digest": champion_digest,
         "job_key": job_key,
@@ -104,14 +114,17 @@ def override(
     return _signed(body, key)
 
 
-def check(document: Mapping[str, Any], public_key: Ed25519PublicKey, *, digest: str, fingerprint: str) -> None:
+def check(
+    document: Mapping[str, Any], public_key: Ed25519PublicKey, *, digest: str, fingerprint: Fingerprint | str
+) -> None:
     """Raise SwapRefusedError naming what differs unless the document lets exactly this drafter onto this target."""
     _check_signature(document, public_key)
     if document["digest"] != digest:
         raise SwapRefusedError(f"verdict is for drafter {document['digest']}, this one is {digest}", mend=_MEND)
-    if document["fingerprint"] != fingerprint:
+    serving = _digest_of(fingerprint)
+    if document["fingerprint"] != serving:
         raise SwapRefusedError(
-            f"verdict is for target {document['fingerprint']}, the engine serves {fingerprint}",
+            f"verdict is for target {document['fingerprint']}, the engine serves {serving}",
             mend="retrain and judge for the target that serves",
         )
     if document["decision"] not in APPLICABLE:
@@ -199,6 +212,10 @@ def key_id(public_key: Ed25519PublicKey) -> str:
 def canonical(body: Mapping[str, Any]) -> bytes:
     """The bytes that are signed: sorted keys, no spaces, ASCII. Raises ValueError for NaN or infinity."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def _digest_of(fingerprint: Fingerprint | str) -> str:
+    return fingerprint if isinstance(fingerprint, str) else fingerprint.digest
 
 
 def _now(time_ms: int | None) -> int:

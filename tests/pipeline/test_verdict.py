@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import stat
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftloop.pipeline.errors import ConfigError, InputError, SwapRefusedError
+from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.judge import verdict as v
 from draftloop.pipeline.judge.gate import Verdict
 from draftloop.pipeline.judge.statistics import Comparison
@@ -30,7 +32,7 @@ PUBLIC = KEY.public_key()
 DIGEST, TARGET = "d" * 64, "0123456789abcdef"
 
 
-def made(passed: bool = True) -> Verdict:
+def made(passed: bool = True, *, target: str = TARGET) -> Verdict:
     comparison = Comparison(
         ratio=1.1 + 0.2,
         low=1.05,
@@ -51,6 +53,9 @@ def made(passed: bool = True) -> Verdict:
         champion="none",
         challenger_tau=1.3,
         champion_tau=1.0,
+        challenger_digest=DIGEST,
+        champion_digest=None,
+        target=target,
         snapshot_id="s1",
         k=4,
         config={"margin": 0.01},
@@ -166,17 +171,19 @@ def test_a_stranger_cannot_pass_as_the_trusted_key_by_naming_it() -> None:
         check(document)
 
 
-def test_a_verdict_over_another_snapshot_is_not_signed() -> None:
-    with pytest.raises(InputError, match="snapshot s1, not s2"):
-        v.sign(
-            made(),
-            digest=DIGEST,
-            fingerprint=TARGET,
-            snapshot_id="s2",
-            champion_digest=None,
-            job_key="job",
-            key=KEY,
-        )
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ({"digest": "e"}, f"judged drafter {DIGEST}, it cannot be signed for e"),
+        ({"champion_digest": "c"}, "judged champion None, it cannot be signed for c"),
+        ({"fingerprint": "f"}, f"judged target {TARGET}, it cannot be signed for f"),
+        ({"snapshot_id": "s2"}, "judged snapshot s1, it cannot be signed for s2"),
+    ],
+)
+def test_evidence_about_something_else_is_not_signed(claim: dict[str, str], message: str) -> None:
+    names = {"digest": DIGEST, "fingerprint": TARGET, "snapshot_id": "s1", "champion_digest": None, "job_key": "job"}
+    with pytest.raises(InputError, match=message):
+        v.sign(made(), key=KEY, **(names | claim))
 
 
 def test_a_person_may_override_a_refusal_and_is_named() -> None:
@@ -267,3 +274,26 @@ def test_of_two_makers_one_key_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_not_a_number_is_never_signed() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         v.canonical({"ratio": float("nan")})
+
+
+def test_a_fingerprint_and_its_digest_are_the_same_target() -> None:
+    whole = Fingerprint(
+        weights_digest="w",
+        tokenizer_digest="t",
+        template_digest="c",
+        vocab_size=131,
+        padded_vocab_size=136,
+        hidden_size=32,
+        num_layers=4,
+        tap_layers=(1, 2, 3),
+        dtype="float32",
+        quantization="none",
+        max_position_embeddings=512,
+        rope_theta=1e4,
+    )
+    names = {"digest": DIGEST, "snapshot_id": "s1", "champion_digest": None, "job_key": "job", "time_ms": 5}
+    document = v.sign(made(target=whole.digest), key=KEY, fingerprint=whole, **names)
+    assert document == v.sign(made(target=whole.digest), key=KEY, fingerprint=whole.digest, **names)
+    check(document, fingerprint=whole)
+    with pytest.raises(SwapRefusedError, match="is for target"):
+        check(document, fingerprint=dataclasses.replace(whole, weights_digest="x"))
