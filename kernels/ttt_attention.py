@@ -59,3 +59,44 @@ def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
     )
     return out.transpose(1, 2)
+
+
+def ttt_attention_rows(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int], rows: Sequence[int]
+) -> Tensor:
+    """The same for packed documents of which only the last rows ask: the training form.
+
+    Document d has lengths[d] depth-0 keys and its last rows[d] positions are queries. query [R, Q, D] and the later
+    depths' keys and values [R, K, D] hold those rows of all documents one after another, keys[0] and values[0] all
+    positions [S, K, D]. Returns [R, Q, D]. Keys of other documents are never seen.
+    """
+    total, heads, size = query.shape
+    groups = heads // keys[0].shape[1]
+    kv_heads = heads // groups
+    grouped = (query * size**-0.5).view(total, kv_heads, groups, size)
+    columns = [(grouped * key.unsqueeze(2)).sum(-1).float() for key in keys[1:]]  # [R, K, G] each
+    own = torch.stack(columns, dim=-1) if columns else None
+    out: list[Tensor] = []
+    own_parts = own.split(list(rows)) if own is not None else [None] * len(rows)
+    own_weights: list[Tensor] = []
+    parts = zip(
+        grouped.split(list(rows)), keys[0].split(list(lengths)), values[0].split(list(lengths)), own_parts, strict=True
+    )
+    for q, k, v, own_scores in parts:
+        count, length = q.shape[0], k.shape[0]
+        scores = q.permute(1, 2, 0, 3).reshape(kv_heads, groups * count, size) @ k.permute(1, 2, 0)
+        scores = scores.float().view(kv_heads, groups, count, length)
+        hidden = torch.ones(count, length, dtype=torch.bool, device=q.device).triu(length - count + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if own_scores is not None:
+            scores = torch.cat([scores, own_scores.permute(1, 2, 0, 3)], dim=-1)
+        weights = scores.softmax(-1).to(v.dtype)
+        past = weights[..., :length].reshape(kv_heads, groups * count, length) @ v.transpose(0, 1)
+        out.append(past.view(kv_heads, groups, count, size).permute(2, 0, 1, 3))
+        own_weights.append(weights[..., length:].permute(2, 0, 1, 3))
+    merged = torch.cat(out)
+    if own is not None:
+        shares = torch.cat(own_weights)
+        for index, value in enumerate(values[1:]):
+            merged = merged + shares[..., index : index + 1] * value.unsqueeze(2)
+    return merged.reshape(total, heads, size)

@@ -88,16 +88,32 @@ class Eagle3(nn.Module):
         """Target features [..., taps, H] to the first step's hidden input g [..., H]."""
         return self.fc(taps.flatten(-2).to(self.fc.weight.dtype))
 
-    def project(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Projected:
-        """First half of the layer. embeds: e(x_{i+1}); hidden: g_i or the previous step's output; positions [B, T]."""
+    def normed(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's input [..., 2H]. embeds: e(x_{i+1}); hidden: g_i or the previous step's output."""
+        layer = self.layers[0]
+        assert isinstance(layer, _Layer)
+        return torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)
+
+    def query(self, normed: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [..., Q, D] of normed rows [..., 2H]."""
         layer, config = self.layers[0], self.config
         assert isinstance(layer, _Layer)
-        normed = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)
         query = layer.self_attn.q_proj(normed).unflatten(-1, (config.num_attention_heads, config.head_dim))
+        return apply_rotary(query, *rotary(positions, config.head_dim, config.rope_theta))
+
+    def key_value(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, [..., K, D] each, of normed rows [..., 2H]."""
+        layer, config = self.layers[0], self.config
+        assert isinstance(layer, _Layer)
         key = layer.self_attn.k_proj(normed).unflatten(-1, (config.num_key_value_heads, config.head_dim))
         value = layer.self_attn.v_proj(normed).unflatten(-1, (config.num_key_value_heads, config.head_dim))
-        cos, sin = rotary(positions, config.head_dim, config.rope_theta)
-        return Projected(apply_rotary(query, cos, sin), apply_rotary(key, cos, sin), value, hidden)
+        return apply_rotary(key, *rotary(positions, config.head_dim, config.rope_theta)), value
+
+    def project(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Projected:
+        """First half of the layer. embeds: e(x_{i+1}); hidden: g_i or the previous step's output; positions [B, T]."""
+        normed = self.normed(embeds, hidden)
+        key, value = self.key_value(normed, positions)
+        return Projected(self.query(normed, positions), key, value, hidden)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Second half. attended [B, T, Q, D] -> output a [B, T, H], before the final norm."""
