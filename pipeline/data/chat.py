@@ -82,11 +82,11 @@ def render(
     for index, message in enumerate(plain):
         if message["role"] == "assistant":
             before, after = _around(tokenizer, plain, definitions, index)
-            rendered.append(_rest(before, text, index), supervised=False)
-            _append_answer(rendered, after[len(before) :], ends)
+            rendered.append(_rest(before, text, index))
+            rendered.append(_rest(after, before, index), ends)
             text = after
     whole = _template(tokenizer, plain, definitions, generate=False)
-    rendered.append(_rest(whole, text, len(plain)), supervised=False)
+    rendered.append(_rest(whole, text, len(plain)))
     _require_same_text(tokenizer, rendered.ids, whole)
     return rendered.ids, rendered.mask
 
@@ -110,8 +110,8 @@ def turns(
         if message["role"] == "assistant":
             before, after = _around(tokenizer, plain, definitions, index)
             rendered = _Rendered(tokenizer)
-            rendered.append(before, supervised=False)
-            _append_answer(rendered, after[len(before) :], ends)
+            rendered.append(before)
+            rendered.append(_rest(after, before, index), ends)
             _require_same_text(tokenizer, rendered.ids, after)
             num_prompt, num_output = rendered.mask.index(True), sum(rendered.mask)
             found.append(Turn(rendered.ids[:num_prompt], rendered.ids[num_prompt : num_prompt + num_output]))
@@ -128,9 +128,7 @@ def normalise(messages: object, tokenizer: ChatTokenizer, roles: Mapping[str, st
     for index, message in enumerate(plain):
         for text in (message["content"], message.get("reasoning_content") or ""):
             if any(token in text for token in tokenizer.all_special_tokens):
-                raise ChatRejectError(
-                    "special_token", f"message {index} spells out one of the tokenizer's special tokens"
-                )
+                raise ChatRejectError("special_token", f"message {index} spells out a special token")
     return plain
 
 
@@ -153,25 +151,16 @@ class _Rendered:
         self.ids: list[int] = []
         self.mask: list[bool] = []
 
-    def append(self, text: str, *, supervised: bool) -> None:
-        self.extend(self._tokenizer.encode(text, add_special_tokens=False) if text else [], supervised=supervised)
-
-    def extend(self, ids: list[int], *, supervised: bool) -> None:
+    def append(self, text: str, ends: frozenset[int] | None = None) -> None:
+        """Add a text; an answer, told by its `ends`, is supervised up to its end token: the rest is the template's."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        num_supervised = 0
+        if ends is not None:
+            num_supervised = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))
+            if not num_supervised:
+                raise ChatRejectError("empty_answer", "an assistant turn renders to no tokens")
         self.ids += ids
-        self.mask += [supervised] * len(ids)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
-
-
-def _append_answer(rendered: _Rendered, text: str, ends: frozenset[int]) -> None:
-    """An answer up to its end token is the assistant's; what the template writes after it (a newline) is not."""
-    ids = rendered.encode(text)
-    stop = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))
-    if stop == 0:
-        raise ChatRejectError("empty_answer", "an assistant turn renders to no tokens")
-    rendered.extend(ids[:stop], supervised=True)
-    rendered.extend(ids[stop:], supervised=False)
+        self.mask += [place < num_supervised for place in range(len(ids))]
 
 
 def _ends(tokenizer: ChatTokenizer, more: frozenset[int]) -> frozenset[int]:
@@ -183,16 +172,14 @@ def _around(
 ) -> tuple[str, str]:
     """The text up to where answer `index` begins, and up to where it has ended."""
     before = _template(tokenizer, plain[:index], tools, generate=True)
-    after = _template(tokenizer, plain[: index + 1], tools, generate=False)
-    _rest(after, before, index)
-    return before, after
+    return before, _template(tokenizer, plain[: index + 1], tools, generate=False)
 
 
 def _rest(text: str, known: str, index: int) -> str:
     if not text.startswith(known):
         raise ChatRejectError(
             "template_rewrites",
-            f"at message {index} the template renders the text before it in another way than before",
+            f"at message {index} the template renders earlier text in another way",
         )
     return text[len(known) :]
 
@@ -200,9 +187,7 @@ def _rest(text: str, known: str, index: int) -> str:
 def _require_same_text(tokenizer: ChatTokenizer, ids: list[int], text: str) -> None:
     # A tokenizer that puts a space before every piece would write it between header and answer, unseen.
     if tokenizer.decode(ids) != tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)):
-        raise ChatRejectError(
-            "border_changes_text", "encoding prompt and answer apart gives another text than together"
-        )
+        raise ChatRejectError("border_changes_text", "prompt and answer encoded apart give another text")
 
 
 def _template(
@@ -211,14 +196,13 @@ def _template(
     import jinja2
 
     if not tokenizer.chat_template:
-        raise InputError(
-            "the tokenizer has no chat template", mend="use an instruction-tuned target, or give token ids"
-        )
+        raise InputError("the tokenizer has no chat template", mend="use a chat model as target, or give token ids")
     try:
         # Text, not ids: what comes back for ids has changed between library versions, the text has not.
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=generate, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ChatRejectError("template_refuses", f"the chat template refuses the conversation: {error}") from error
+        # The kind of error only: a template may quote the conversation, and error texts go to ordinary logs.
+        raise ChatRejectError("template_refuses", f"the chat template raised {type(error).__name__}") from error
     assert isinstance(text, str)
     return text
 
@@ -228,9 +212,7 @@ def _message(message: object, index: int, roles: Mapping[str, str]) -> dict[str,
         raise ChatRejectError("not_a_conversation", f"message {index} is {type(message).__name__}, not an object")
     given = {name: value for name, value in message.items() if value is not None}
     if unknown := sorted(given.keys() - _FIELDS):
-        raise ChatRejectError(
-            "unknown_field", f"message {index} has field {unknown[0]!r}, which no template would show"
-        )
+        raise ChatRejectError("unknown_field", f"message {index} has field {unknown[0]!r}, which no template shows")
     role = given.get("role")
     if not isinstance(role, str) or role not in roles:
         raise ChatRejectError("unknown_role", f"message {index} has role {role!r}; known: {', '.join(roles)}")
