@@ -123,7 +123,8 @@ def _nucleus(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     limit = torch.where(top_k > 0, top_k.clamp(max=size), torch.full_like(top_k, size))
     count = min(NUCLEUS_GUESS, size)
     values, order = probs.topk(count, dim=1)
-    if not bool(((limit <= count) | ((values.sum(dim=1) >= top_p) & (top_p < 1))).all()):
+    within = (limit <= count) | ((limit == size) & (top_p < 1) & (values.sum(dim=1) >= top_p))
+    if not bool(within.all()):
         values, order = probs.sort(dim=1, descending=True)
     best = values * (torch.arange(values.shape[1], device=probs.device) < limit.unsqueeze(1))
     # Top-p is a share of what top-k left; where top-k cut nothing that is the whole row, seen or not.
