@@ -24,6 +24,7 @@ from draftloop.pipeline.errors import (
     ConfigError,
     EngineError,
     FingerprintMismatchError,
+    InputError,
     RegistryError,
     StorageError,
     SwapFailedError,
@@ -185,7 +186,7 @@ class Agent:
             examine.require_loaded(staged.tensors, tensors, version=version)
             identical, after = self._prove(before, version)
             examine.require_plausible(after.counters, version=version)
-        except (EngineError, CheckpointError, FingerprintMismatchError) as error:
+        except (EngineError, InputError) as error:
             return self._take_back(memory, error.message, result="failed")
         memory = self._enter(
             memory,
@@ -255,7 +256,7 @@ class Agent:
         memory = self._enter(memory, memory.state, reason, undo=reason, alias_to=move_to)
         try:
             served, swap_ms, identical = self._restore(memory, previous)
-        except (EngineError, CheckpointError, FingerprintMismatchError) as error:
+        except (EngineError, InputError) as error:
             self._journal.note("previous-failed", {"version": previous.version, "reason": error.message})
             if previous.version is None:
                 raise

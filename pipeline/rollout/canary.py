@@ -94,7 +94,7 @@ def interval(seen: SpecCounters, k: int, *, alpha: float, design_effect: float) 
 
 def _edge(excluded: Callable[[float], bool], outer: float, inner: float) -> float:
     """Where the excluded means end between a bound of the range and the observed mean; errs outwards."""
-    for _ in range(50):
+    for _ in range(30):
         half = (outer + inner) / 2
         if half in (0.0, 1.0, outer, inner):
             break
@@ -169,4 +169,4 @@ def recent(readings: tuple[SpecCounters, ...], num_steps: int) -> tuple[SpecCoun
     distinct = tuple(dict.fromkeys(readings))
     while len(distinct) > 2 and newest.num_steps - distinct[1].num_steps >= num_steps:
         distinct = distinct[1:]
-    return distinct if len(distinct) <= 64 else (distinct[0], *distinct[2::2])
+    return distinct if len(distinct) <= 64 else (distinct[0], *distinct[1:-1:2], newest)

@@ -29,7 +29,7 @@ class GreedyComparison(Protocol):
     def identical(self) -> bool: ...
 
     @property
-    def within_ties(self) -> bool: ...
+    def lossless(self) -> bool: ...  # identical, or different at near ties only
 
 
 Compare = Callable[[ProbeResult, ProbeResult, float], GreedyComparison]  # before, after, tie margin
@@ -95,7 +95,7 @@ def require_loaded(staged_tensors: str, loaded_tensors: str, *, version: str | N
 def require_same_outputs(before: ProbeResult, after: ProbeResult, compare: Compare, tie_margin: float) -> bool:
     """Whether the canary outputs are identical; near-ties of the target may fall either way. Raises SwapFailedError."""
     found = compare(before, after, tie_margin)
-    if not found.identical and not found.within_ties:
+    if not found.lossless:
         raise SwapFailedError("the target's greedy outputs for the canary prompts changed with the swap")
     return bool(found.identical)
 
