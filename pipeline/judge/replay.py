@@ -135,12 +135,16 @@ def _walk(drafter: Candidate, batch: Sequence[Row], drafts: Tensor | None, k: in
     counts = [len(row.output_ids) - 1 for row in batch]
     if drafts is None:
         return [_request(row, count, [0] * k) for row, count in zip(batch, counts, strict=True)]
+    assert isinstance(drafter, Drafter)
+    limit = drafter.model.config.max_position_embeddings
     width = max(1, *counts)
     anchored = torch.full((len(batch), width, k), NO_DRAFT)
     tokens = torch.zeros(len(batch), width, dtype=torch.int64)
     for index, (row, count) in enumerate(zip(batch, counts, strict=True)):
         first = len(row.prompt_ids) - 1  # the prompt's last row drafts what follows prefill's token
         anchored[index, :count] = drafts[index, first : first + count]
+        depth_positions = torch.arange(first, first + count)[:, None] + torch.arange(k)
+        anchored[index, :count][depth_positions >= limit] = NO_DRAFT  # engines stop drafting at the drafter's limit
         tokens[index, :count] = torch.tensor(row.output_ids[1:], dtype=torch.int64)
     lengths = torch.tensor(counts)
     walked = greedy_walk(match_lengths(anchored, tokens, lengths), lengths, k=k)

@@ -24,7 +24,9 @@ from draftloop.trainers.eagle3 import Eagle3, Eagle3Config  # noqa: E402
 K = 3
 
 
-def make_drafter(target: Any, folder: Path, *, seed: int = 0, fingerprint: Any = None) -> Drafter:
+def make_drafter(
+    target: Any, folder: Path, *, seed: int = 0, fingerprint: Any = None, max_positions: int = 512
+) -> Drafter:
     torch.manual_seed(seed)
     config = Eagle3Config(
         hidden_size=32,
@@ -34,7 +36,7 @@ def make_drafter(target: Any, folder: Path, *, seed: int = 0, fingerprint: Any =
         head_dim=8,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
-        max_position_embeddings=512,
+        max_position_embeddings=max_positions,
         vocab_size=136,
         draft_vocab_size=50,
         num_taps=3,
@@ -116,6 +118,20 @@ def test_replay_counts_exactly_the_steps_and_acceptances_of_serving(tiny_target:
     ]
     assert report.tau == sum(len(row.output_ids) - 1 for row in rows) / sum(steps for _, steps, _ in served)
     assert report.tau > 1.5
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "at_least"), [(8, 4, (0, 0, 0)), (9, 3, (1, 0, 0)), (10, 2, (1, 1, 0)), (512, 1, (1, 1, 1))]
+)
+def test_drafts_stop_at_the_drafters_position_limit_as_in_the_engine(
+    tiny_target: Any, drafter: Drafter, tmp_path: Path, limit: int, steps: int, at_least: tuple[int, ...]
+) -> None:
+    """A prompt of 9: the first draft's row sits at position 8. The output is what the drafter proposes at once."""
+    prompt = [11, 21, 31, 41, 51, 61, 71, 81, 91]
+    row = Row("r", "c", prompt, [7, *serving_drafts(tiny_target, drafter.model, [*prompt, 7]), 4], {}, 0.0, [])
+    short = make_drafter(tiny_target, tmp_path / "short", max_positions=limit)
+    request = replay(tiny_target, {"x": short}, [row], k=K, snapshot_id="s")["x"].requests[0]
+    assert (request.num_steps, request.accepted_at_least) == (steps, at_least)
 
 
 def random_rows(count: int, seed: int) -> list[Row]:
