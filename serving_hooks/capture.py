@@ -130,7 +130,7 @@ class CaptureHook:
                 "in_queue": len(self._queue) + self._in_flight,
                 "queue_bytes": self._queued_bytes,
                 "send_errors": self._errors,
-                **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items())},
+                **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items()) if count},
             }
 
     def flush(self, timeout_s: float) -> bool:

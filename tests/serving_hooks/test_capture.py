@@ -1,0 +1,316 @@
+"""The capture hook: default deny, bounded, never in the way, and every request accounted for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftloop.pipeline.errors import StorageError
+from draftloop.pipeline.records import Sampling, decode, unpack_floats, unpack_ids
+from draftloop.pipeline.stream.log import LogEntry, MemoryLog
+from draftloop.pipeline.stream.policy import ConsentPolicy, TenantConsent
+from draftloop.serving_hooks.capture import CaptureHook, CaptureLimits, FinishedRequest
+
+TOPIC = "draftloop.raw.x"
+POLICY = ConsentPolicy(version="3", tenants={"acme": TenantConsent()})
+QUICK = CaptureLimits(retry_first_s=0.001, retry_most_s=0.002, max_attempts=3)
+
+
+def finished(name: str = "r1", *, tenant: str = "acme", num_tokens: int = 3, **fields: Any) -> FinishedRequest:
+    values: dict[str, Any] = {
+        "request_id": name,
+        "conversation_id": "c1",
+        "tenant": tenant,
+        "subject": "s1",
+        "prompt_ids": (5, 6),
+        "output_ids": tuple(range(num_tokens)),
+        "finish_reason": "stop",
+        "sampling": Sampling(max_tokens=9),
+        "time_ms": 1_700_000_000_000,
+    }
+    return FinishedRequest(**{**values, **fields})
+
+
+class Flaky(MemoryLog):
+    """Fails the first `failures` appends; with a gate, holds every append until it opens."""
+
+    def __init__(self, failures: int = 0, gate: threading.Event | None = None) -> None:
+        super().__init__()
+        self.create_topic(TOPIC, num_partitions=2)
+        self.failures = failures
+        self.gate = gate
+        self.entered = threading.Event()
+
+    def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
+        self.entered.set()
+        if self.gate is not None:
+            self.gate.wait(30)
+        if self.failures > 0:
+            self.failures -= 1
+            raise StorageError("disk full")
+        super().append(topic, entries)
+
+
+def stored(log: MemoryLog) -> list[Any]:
+    ends = log.end_offsets(TOPIC)
+    return [decode(entry.value) for part, end in ends.items() for entry in log.read(TOPIC, part, 0, end)]
+
+
+def hook_on(log: MemoryLog, limits: CaptureLimits = QUICK, policy: ConsentPolicy = POLICY) -> CaptureHook:
+    return CaptureHook(lambda: log, topic=TOPIC, policy=policy, target="0123456789abcdef", limits=limits)
+
+
+def check_sum(counters: dict[str, int]) -> None:
+    dropped = sum(count for name, count in counters.items() if name.startswith("dropped."))
+    assert counters["offered"] == counters["delivered"] + dropped + counters["in_queue"]
+
+
+def test_an_allowed_request_arrives_whole() -> None:
+    log = Flaky()
+    hook = hook_on(log)
+    hook.offer(finished(logprobs=(-0.5, -1.0, -2.0), accepted=(1,), drafted=(4,), slices={"language": "en"}))
+    assert hook.close(5)
+    (record,) = stored(log)
+    assert (record.record_id, record.conversation_id, record.tenant, record.subject) == ("r1", "c1", "acme", "s1")
+    assert (unpack_ids(record.prompt_ids), unpack_ids(record.output_ids)) == ([5, 6], [0, 1, 2])
+    assert unpack_floats(record.logprobs) == [-0.5, -1.0, -2.0]
+    assert (record.accepted, record.drafted, record.slices) == ((1,), (4,), {"language": "en"})
+    assert (record.consent.purpose, record.consent.policy_version) == ("train", "3")
+    assert (record.target, record.time_ms, record.finish_reason) == ("0123456789abcdef", 1_700_000_000_000, "stop")
+    assert hook.counters() == {"offered": 1, "delivered": 1, "in_queue": 0, "queue_bytes": 0, "send_errors": 0}
+
+
+def test_a_refused_request_leaves_a_counter_and_opens_no_log() -> None:
+    opened: list[int] = []
+    hook = CaptureHook(lambda: opened.append(1) or MemoryLog(), topic=TOPIC, policy=POLICY, target="t", limits=QUICK)
+    hook.offer(finished(tenant="nobody"))
+    assert hook.close(1)
+    assert hook.counters()["dropped.policy:no_consent"] == 1
+    assert opened == []
+    check_sum(hook.counters())
+
+
+def test_a_conversation_keeps_its_order() -> None:
+    log = Flaky()
+    hook = hook_on(log, CaptureLimits(batch_records=3))
+    for index in range(50):
+        hook.offer(finished(f"r{index}", conversation_id=f"c{index % 5}"))
+    assert hook.close(5)
+    names = {f"c{each}": [r.record_id for r in stored(log) if r.conversation_id == f"c{each}"] for each in range(5)}
+    assert names == {f"c{each}": [f"r{index}" for index in range(each, 50, 5)] for each in range(5)}
+
+
+def test_the_same_request_has_the_same_record_id_and_each_choice_its_own() -> None:
+    log = Flaky()
+    hook = hook_on(log)
+    for choice in (0, 0, 2):
+        hook.offer(finished("r", choice=choice))
+    assert hook.close(5)
+    assert [record.record_id for record in stored(log)] == ["r", "r", "r-2"]
+
+
+def test_a_log_that_is_not_there_at_the_start_is_opened_when_it_comes() -> None:
+    log = Flaky()
+    attempts: list[int] = []
+
+    def open_log() -> MemoryLog:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise ConnectionError("no broker")
+        return log
+
+    hook = CaptureHook(open_log, topic=TOPIC, policy=POLICY, target="t", limits=QUICK)
+    hook.offer(finished())
+    assert hook.close(5)
+    counters = hook.counters()
+    assert (counters["delivered"], counters["send_errors"]) == (1, 2)
+    check_sum(counters)
+
+
+def test_a_log_that_stays_away_loses_the_batch_by_name_and_the_next_one_gets_through() -> None:
+    log = Flaky(failures=3)
+    hook = hook_on(log)
+    hook.offer(finished("lost"))
+    assert hook.flush(5)
+    hook.offer(finished("kept"))
+    assert hook.close(5)
+    assert [record.record_id for record in stored(log)] == ["kept"]
+    counters = hook.counters()
+    assert (counters["delivered"], counters["dropped.log_error"]) == (1, 1)
+    check_sum(counters)
+
+
+def test_a_full_queue_drops_the_newest_and_the_engine_never_waits() -> None:
+    gate = threading.Event()
+    log = Flaky(gate=gate)
+    hook = hook_on(log, CaptureLimits(max_records=10, batch_records=4))
+    started = time.perf_counter()
+    for index in range(500):
+        hook.offer(finished(f"r{index}"))
+        check_sum(hook.counters())
+    assert time.perf_counter() - started < 5  # the log answers not at all meanwhile
+    assert hook.counters()["dropped.queue_full_records"] == 490
+    gate.set()
+    assert hook.close(5)
+    assert sorted(record.record_id for record in stored(log)) == sorted(f"r{index}" for index in range(10))
+    check_sum(hook.counters())
+
+
+def test_the_byte_budget_counts_what_is_in_flight_too() -> None:
+    gate = threading.Event()
+    log = Flaky(gate=gate)
+    size = finished(num_tokens=1000).size
+    hook = hook_on(log, CaptureLimits(max_bytes=3 * size, batch_records=2))
+    for index in range(10):
+        hook.offer(finished(f"r{index}", num_tokens=1000))
+    counters = hook.counters()
+    assert (counters["dropped.queue_full_bytes"], counters["queue_bytes"]) == (7, 3 * size)
+    gate.set()
+    assert hook.close(5)
+    assert hook.counters()["queue_bytes"] == 0
+
+
+def test_a_record_over_the_limit_is_dropped_alone() -> None:
+    log = Flaky()
+    hook = hook_on(log, CaptureLimits(max_record_bytes=2000))
+    hook.offer(finished("big", num_tokens=1000))
+    hook.offer(finished("small"))
+    hook.offer(finished("wordy", slices={"route": "x" * 3000}))  # seen only when packed
+    assert hook.close(5)
+    assert [record.record_id for record in stored(log)] == ["small"]
+    assert hook.counters()["dropped.too_large"] == 2
+    check_sum(hook.counters())
+
+
+def test_close_is_bounded_when_the_log_hangs_and_still_accounts_for_all() -> None:
+    gate = threading.Event()
+    log = Flaky(gate=gate)
+    hook = hook_on(log, CaptureLimits(batch_records=1))
+    for index in range(5):
+        hook.offer(finished(f"r{index}"))
+    assert log.entered.wait(5)
+    started = time.perf_counter()
+    assert not hook.close(0.2)
+    assert time.perf_counter() - started < 3
+    counters = hook.counters()
+    assert (counters["in_queue"], counters["dropped.closed"]) == (1, 4)
+    check_sum(counters)
+    hook.offer(finished("late"))
+    assert hook.counters()["dropped.closed"] == 5
+    gate.set()
+    assert hook.flush(5)
+    assert hook.counters()["delivered"] == 1
+    check_sum(hook.counters())
+
+
+def test_close_ends_the_waiting_between_attempts() -> None:
+    log = Flaky(failures=100)
+    hook = hook_on(log, CaptureLimits(retry_first_s=60, retry_most_s=60))
+    hook.offer(finished())
+    assert log.entered.wait(5)
+    assert not hook.close(0.1)
+    assert hook.flush(5)
+    assert hook.counters()["dropped.closed"] == 1
+    check_sum(hook.counters())
+
+
+def test_nonsense_is_counted_and_never_raised() -> None:
+    log = Flaky()
+    hook = hook_on(log)
+    hook.offer(None)  # type: ignore[arg-type]
+    hook.offer(finished(output_ids=(-1,)))
+    hook.offer(finished(output_ids=("word",)))
+    hook.offer(finished(conversation_id="\ud800"))
+    hook.offer(finished(prompt_ids=7))
+    hook.offer(finished("fine"))
+    assert hook.close(5)
+    assert [record.record_id for record in stored(log)] == ["fine"]
+    assert hook.counters()["dropped.unexpected"] == 5
+    check_sum(hook.counters())
+
+
+def test_a_new_policy_counts_from_the_next_offer_on() -> None:
+    log = Flaky()
+    hook = hook_on(log)
+    hook.offer(finished("before"))
+    hook.set_policy(ConsentPolicy(version="4"))
+    hook.offer(finished("after"))
+    assert hook.close(5)
+    assert [record.record_id for record in stored(log)] == ["before"]
+
+
+def test_the_counters_add_up_at_every_moment_under_load() -> None:
+    log = Flaky(failures=5)
+    hook = hook_on(log, CaptureLimits(max_records=20, batch_records=7, retry_first_s=0.001, retry_most_s=0.001))
+    stop = threading.Event()
+    wrong: list[dict[str, int]] = []
+
+    def watch() -> None:
+        while not stop.is_set():
+            counters = hook.counters()
+            dropped = sum(count for name, count in counters.items() if name.startswith("dropped."))
+            if counters["offered"] != counters["delivered"] + dropped + counters["in_queue"]:
+                wrong.append(counters)
+
+    def offer(start: int) -> None:
+        for index in range(200):
+            hook.offer(finished(f"r{start + index}", tenant="acme" if index % 3 else "nobody"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    offering = [threading.Thread(target=offer, args=(1000 * each,)) for each in range(3)]
+    for thread in offering:
+        thread.start()
+    for thread in offering:
+        thread.join()
+    hook.close(5)
+    stop.set()
+    watcher.join()
+    assert wrong == []
+    assert hook.counters()["offered"] == 600
+    assert hook.counters()["delivered"] == len(stored(log))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    offers=st.lists(st.tuples(st.sampled_from(["acme", "nobody"]), st.integers(0, 400)), max_size=25),
+    limits=st.builds(
+        CaptureLimits,
+        max_records=st.integers(1, 30),
+        max_bytes=st.integers(600, 10_000),
+        max_record_bytes=st.integers(600, 3000),
+        batch_records=st.integers(1, 5),
+        retry_first_s=st.just(0.001),
+        max_attempts=st.integers(1, 3),
+    ),
+    failures=st.integers(0, 6),
+)
+def test_whatever_is_offered_is_delivered_or_counted(
+    offers: list[tuple[str, int]], limits: CaptureLimits, failures: int
+) -> None:
+    log = Flaky(failures=failures)
+    hook = hook_on(log, limits)
+    for index, (tenant, num_tokens) in enumerate(offers):
+        hook.offer(finished(f"r{index}", tenant=tenant, num_tokens=num_tokens))
+    hook.close(5)
+    counters = hook.counters()
+    check_sum(counters)
+    assert counters["in_queue"] == counters["queue_bytes"] == 0
+    assert counters["offered"] == len(offers)
+    records = stored(log)
+    assert counters["delivered"] == len(records)
+    assert {record.tenant for record in records} <= {"acme"}
+
+
+def test_the_hook_imports_without_torch_and_the_training_stack() -> None:
+    heavy = ("torch", "transformers", "mlflow", "datasets", "deepspeed", "accelerate", "numpy")
+    code = f"import sys, draftloop.serving_hooks.capture; print([name for name in {heavy!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
