@@ -313,10 +313,11 @@ def _speaking(what: str) -> Iterator[None]:
         warnings.simplefilter("ignore")
         _import_mlflow()
         from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
 
         try:
             yield
-        except MlflowException as error:
+        except (MlflowException, SQLAlchemyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise RegistryError(f"{what}: {reason}", mend="check the tracking address and your rights there") from error
         except OSError as error:
