@@ -241,3 +241,15 @@ def test_every_row_is_kept_or_rejected_once(tmp_path: Path, tokenizer: Any, rows
     assert result.num_rows == sum(1 for row in rows if row.strip())
     assert result.num_rows == result.num_kept + sum(result.rejected.values())
     assert result.num_records == len(records) == result.num_kept
+
+
+def test_the_command_refuses_without_a_permission_before_it_loads_anything(tmp_path: Path) -> None:
+    from draftloop.pipeline.config import Config
+    from draftloop.pipeline.data.ingest_command import ingest_files
+    from draftloop.pipeline.ui import Screen
+    from draftloop.pipeline.workspace import Workspace
+
+    workspace = Workspace(Config(work=tmp_path / "work"))
+    with pytest.raises(InputError, match="no permission given to keep requests of tenant 'acme'"):
+        ingest_files(workspace, [tmp_path / "x"], tenant="acme", consent=None, screen=Screen(quiet=True))
+    assert not (tmp_path / "work").exists()
