@@ -35,7 +35,9 @@ def staging(final: Path) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
-        raise StorageError(f"cannot write beside {final}: {error}", mend="free disk space or fix the folder's rights") from error
+        raise StorageError(
+            f"cannot write beside {final}: {error}", mend="free disk space or fix the folder's rights"
+        ) from error
     try:
         yield draft
     except OSError as error:
@@ -73,7 +75,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def verify(folder: Path, *, kind: str, error: type[DraftloopError]) -> dict[str, Any]:
-    """Check marker, manifest and every file's digest; return the manifest. Raises `error` naming the first difference."""
+    """Check marker, manifest and every file's digest; return the manifest. Raises `error` naming what differs."""
     mend = f"make the {kind} again or restore it from a copy; nothing was changed"
     if not folder.is_dir():
         raise error(f"no {kind} at {folder}", mend="check the path")

@@ -1,7 +1,7 @@
 """Every error draftloop raises on purpose, as one tree.
 
 DraftloopError                      exit code 1
-├── InputError                      exit code 2: bad usage, bad file, bad setting; the message names thing, value and mend
+├── InputError                      exit code 2: bad usage, file or setting; the message names thing and value
 │   ├── ConfigError
 │   ├── ModelNotFoundError
 │   ├── FingerprintMismatchError

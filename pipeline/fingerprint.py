@@ -48,7 +48,11 @@ def require_same(expected: Fingerprint, found: Fingerprint, *, expected_of: str,
     if expected == found:
         return
     want, have = asdict(expected), asdict(found)
-    rows = [f"{key}: {expected_of} has {want[key]!r}, {found_of} has {have[key]!r}" for key in want if want[key] != have[key]]
+    rows = [
+        f"{key}: {expected_of} has {want[key]!r}, {found_of} has {have[key]!r}"
+        for key in want
+        if want[key] != have[key]
+    ]
     raise FingerprintMismatchError(
         f"{found_of} belongs to another target than {expected_of} ({'; '.join(rows)})",
         mend="use artifacts made for this target, or retrain the drafter for it",

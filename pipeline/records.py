@@ -150,7 +150,8 @@ def decode(raw: bytes) -> CapturedRequest:
         raise UndecodableRecordError(f"not a capture record ({len(raw)} bytes): {error}") from error
     if schema > SCHEMA_VERSION:
         raise NewerSchemaError(
-            f"record of schema {schema}, this draftloop reads up to {SCHEMA_VERSION}", mend="upgrade draftloop on this side"
+            f"record of schema {schema}, this draftloop reads up to {SCHEMA_VERSION}",
+            mend="upgrade draftloop on this side",
         )
     try:
         return _decoder.decode(raw)

@@ -1,0 +1,238 @@
+"""The command line: parse, import late, call. One JSON object on stdout with --json; bars and lines go to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+from draftloop.pipeline.errors import DraftloopError, GateRefusedError
+
+if TYPE_CHECKING:
+    from draftloop.pipeline.config import Config
+    from draftloop.pipeline.workspace import Workspace
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Keeps the drafter of a live LLM engine in step with the traffic it serves.",
+)
+
+ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="A TOML layer; may be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, e.g. train.epochs=3.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="A folder or a hub id of a Llama/Qwen-type causal LM.")
+]
+
+
+def main() -> None:
+    """Entry point: errors of ours become a message with the mend and DESIGN's exit codes."""
+    wants_json = "--json" in sys.argv
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.exceptions.Abort:
+        print("stopped", file=sys.stderr)
+        code = 130
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except DraftloopError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if wants_json:
+            print(json.dumps({"error": {"class": type(error).__name__, "message": error.message, "mend": error.mend}}))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; start the same command again and it goes on where it was", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def _workspace(files: list[Path] | None, overrides: list[str] | None, *, target: str | None = None) -> Workspace:
+    from draftloop.pipeline.workspace import Workspace
+
+    return Workspace(_config(files, overrides, target=target))
+
+
+def _config(files: list[Path] | None, overrides: list[str] | None, *, target: str | None = None) -> Config:
+    from draftloop.pipeline.config import load
+
+    extra = [f"target.path={json.dumps(target)}"] if target else []
+    return load(files or [], [*(overrides or []), *extra])
+
+
+def _answer(value: dict[str, Any], wants_json: bool, text: str) -> None:
+    print(json.dumps(value) if wants_json else text)
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
+) -> None:
+    """The whole loop on one machine with a real small model; no service needed."""
+    from draftloop.pipeline.demo import demo_config, run_demo
+    from draftloop.pipeline.ui import Screen
+    from draftloop.pipeline.workspace import Workspace
+
+    result = run_demo(Workspace(demo_config(config or [], overrides or [], target)), Screen())
+    if json_out:
+        print(json.dumps(result))
+
+
+@app.command("run-once")
+def run_once(
+    overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
+) -> None:
+    """curate -> train -> replay -> gate -> register (-> promote where policy allows), under a lease."""
+    _run_until(None, overrides, config, target, json_out)
+
+
+def _run_until(
+    last: str | None, overrides: list[str] | None, config: list[Path] | None, target: str | None, json_out: bool
+) -> None:
+    from draftloop.pipeline.loop import run_once as run
+    from draftloop.pipeline.stages import LoopStages
+    from draftloop.pipeline.ui import Screen
+
+    workspace = _workspace(config, overrides, target=target)
+    result = run(workspace, LoopStages(workspace, workspace.open_registry()), Screen(), last=last)
+    _answer(result.to_dict(), json_out, f"{result.outcome}: {result.reason}")
+    if result.outcome == "refused":
+        raise typer.Exit(GateRefusedError.exit_code)
+
+
+def _stage_command(name: str, purpose: str) -> None:
+    def command(
+        overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
+    ) -> None:
+        _run_until(name, overrides, config, target, json_out)
+
+    command.__doc__ = f"{purpose} The current job up to this stage; stages already done are skipped."
+    app.command(name)(command)
+
+
+_stage_command("curate", "Offset window -> snapshot, with the ledger.")
+_stage_command("train", "Snapshot (+ champion) -> challenger.")
+_stage_command("gate", "Replay reports -> signed verdict.")
+_stage_command("register", "Passed challenger -> MLflow candidate.")
+
+
+@app.command()
+def replay(
+    overrides: Overrides = None,
+    snapshot: Annotated[Path | None, typer.Option(help="A snapshot folder; without it, the current job's.")] = None,
+    drafter: Annotated[list[Path] | None, typer.Option(help="A drafter folder; may be repeated.")] = None,
+    config: ConfigFiles = None,
+    target: TargetOption = None,
+    json_out: Json = False,
+) -> None:
+    """Drafters x held-out requests -> tau, per position and slice, compared with intervals."""
+    if snapshot is None:
+        _run_until("replay", overrides, config, target, json_out)
+        return
+    from draftloop.pipeline.judge.compare import compare, table
+    from draftloop.pipeline.ui import Screen
+
+    result = compare(_workspace(config, overrides, target=target), snapshot, drafter or [], Screen())
+    _answer(result, json_out, table(result))
+
+
+@app.command()
+def promote(
+    version: Annotated[str, typer.Argument(help="A candidate version.")],
+    overrides: Overrides = None,
+    by: Annotated[str, typer.Option(help="Who decides.")] = "operator",
+    reason: Annotated[str, typer.Option(help="Why; kept with the version.")] = "",
+    config: ConfigFiles = None,
+    json_out: Json = False,
+) -> None:
+    """Copy a candidate into the champions and move the alias; agents follow it."""
+    champion = _workspace(config, overrides).open_registry().promote(version, by=by, reason=reason)
+    _answer(
+        {"champion": champion.version, "candidate": version}, json_out, f"champion is now version {champion.version}"
+    )
+
+
+@app.command()
+def rollback(
+    version: Annotated[str | None, typer.Argument(help="A champion version; without it, the one before.")] = None,
+    overrides: Overrides = None,
+    by: Annotated[str, typer.Option(help="Who decides.")] = "operator",
+    reason: Annotated[str, typer.Option(help="Why; kept with the version.")] = "",
+    config: ConfigFiles = None,
+    json_out: Json = False,
+) -> None:
+    """Move the champion alias back to an earlier version."""
+    from draftloop.pipeline.status import version_before
+
+    if version is not None and "=" in version:
+        version, overrides = None, [version, *(overrides or [])]
+    registry = _workspace(config, overrides).open_registry()
+    champion = registry.set_champion(version or version_before(registry), by=by, reason=reason)
+    _answer({"champion": champion.version}, json_out, f"champion is again version {champion.version}")
+
+
+@app.command()
+def ingest(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSONL files: OpenAI-style chat, ShareGPT, or engine logs with token ids.")
+    ],
+    tenant: Annotated[str, typer.Option(help="Whose requests these are.")],
+    consent: Annotated[
+        str | None, typer.Option(help="Basis of the permission to train on them; without it nothing is kept.")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
+    config: ConfigFiles = None,
+    target: TargetOption = None,
+    json_out: Json = False,
+) -> None:
+    """Text or token logs from elsewhere -> capture log."""
+    from draftloop.pipeline.data.ingest_command import ingest_files
+    from draftloop.pipeline.ui import Screen
+
+    workspace = _workspace(config, settings, target=target)
+    counts = ingest_files(workspace, files, tenant=tenant, consent=consent, screen=Screen())
+    _answer(counts, json_out, f"read {counts['read']}, kept {counts['kept']}, rejected {counts['rejected'] or 'none'}")
+
+
+@app.command()
+def status(overrides: Overrides = None, config: ConfigFiles = None, json_out: Json = False) -> None:
+    """What is live, why, since when, and what waits."""
+    from draftloop.pipeline.status import describe
+    from draftloop.pipeline.status import status as read
+
+    found = read(_workspace(config, overrides))
+    _answer(found, json_out, describe(found))
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
+) -> None:
+    """Checks packages, disk, log, registry and target; says how to mend each."""
+    from draftloop.pipeline.doctor import examine, show
+
+    findings = examine(_workspace(config, overrides, target=target))
+    _answer({"checks": findings}, json_out, show(findings))
+    if not all(finding["ok"] for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command("config")
+def show_config(
+    overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
+) -> None:
+    """Every setting with its resolved value."""
+    resolved = _config(config, overrides, target=target).model_dump(mode="json")
+    _answer(resolved, json_out, json.dumps(resolved, indent=1))
+
+
+if __name__ == "__main__":
+    main()

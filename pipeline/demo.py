@@ -1,0 +1,361 @@
+"""The whole loop once on one machine: day 0, a first drafter, shifted traffic, a second drafter, a bad one taken back.
+
+Every number in the result is measured in this run: by replay of held-out requests and by the live engine's counters.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from draftloop.pipeline import artifact
+from draftloop.pipeline.config import Config, load
+from draftloop.pipeline.data.snapshot import open_snapshot
+from draftloop.pipeline.errors import EngineError
+from draftloop.pipeline.lease import lease
+from draftloop.pipeline.loop import RunResult, run_once
+from draftloop.pipeline.registry.registry import fetch_once
+from draftloop.pipeline.stages import LoopStages, peak_rss_mb
+from draftloop.pipeline.traffic import CONSENTING, Domain, domain_requests, measured_again, requests_of
+from draftloop.pipeline.ui import Screen
+from draftloop.pipeline.workspace import Workspace
+
+if TYPE_CHECKING:
+    from draftloop.pipeline.data.snapshot import Row
+    from draftloop.pipeline.registry.registry import Registry
+    from draftloop.serving_hooks.embedded.engine import Completion, EmbeddedEngine, Request
+
+DOMAIN_A: Domain = "kitchen"
+DOMAIN_B: Domain = "python"
+CHUNK = 32  # requests between two points of the tau-over-time plot
+
+# What the demo sets before the user's own files and overrides: its tenants, and no reviewer to wait for.
+DEFAULTS = [
+    'consent.version="demo-1"',
+    f'consent.tenants.{CONSENTING}.purpose="train"',
+    "loop.auto_promote=true",
+    'engine.floor="none"',  # so that day 0 is tau 1.0; the floor is measured by replay instead
+]
+
+
+def demo_config(files: list[Path], overrides: list[str], target: str | None) -> Config:
+    """The demo's configuration: its defaults, the files, then the overrides."""
+    extra = [f"target.path={json.dumps(target)}"] if target else []
+    return load(files, [*overrides, *extra], base=DEFAULTS)
+
+
+@dataclass(slots=True)
+class Cycle:
+    """One retraining and what it brought in one domain."""
+
+    domain: str
+    tau_before: float
+    tau_after: float
+    tau_engine: float  # the live engine's counters on the held-out requests, after the swap
+    tau_replay_of_engine: float  # replay of the outputs those requests gave
+    tau_floor: float  # the n-gram floor on the same held-out requests
+    interval: tuple[float, float]  # of the ratio challenger / champion, over all held-out requests
+    verdict: str
+    reasons: list[str]
+    swap_ms: float | None
+    outputs_identical: bool | None
+    by_domain: dict[str, dict[str, float]]  # domain -> tau before and after
+    train: dict[str, Any]
+    speed: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Story:
+    """What the demo has seen so far; the report is drawn from it."""
+
+    cycles: list[Cycle] = field(default_factory=list)
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # chunks of traffic: domain, tau, version
+    positions: dict[str, list[float]] = field(default_factory=dict)  # label -> acceptance by position
+    counts: dict[str, Any] = field(default_factory=lambda: {"captured": 0, "kept": 0, "rejected": {}})
+    capture: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, Any] = field(default_factory=dict)
+    rolled_back: bool = False
+
+
+def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
+    """Run the demo in its work folder; a second run there goes on with what is live. Returns the --json object."""
+    started = time.monotonic()
+    with lease(workspace.root / "demo.lock", what="demo"):
+        screen.rule("target")
+        demo = Demo(workspace, screen)
+        try:
+            demo.play()
+        finally:
+            demo.close()
+        artifact.write_json(workspace.root / "demo.json", {"rounds": demo.round_number + 1})
+    result = {
+        **asdict(demo.story),
+        "seconds": round(time.monotonic() - started, 1),
+        "peak_rss_mb": peak_rss_mb(),
+        "round": demo.round_number,
+        "report": str(workspace.root / "report.html"),
+    }
+    from draftloop.pipeline.report import closing_table, write_report
+
+    write_report(workspace.root / "report.html", result)
+    closing_table(result)
+    return result
+
+
+class Demo:
+    """The story's actors: one engine that stays up throughout, the loop, and the agent between them."""
+
+    def __init__(self, workspace: Workspace, screen: Screen) -> None:
+        from draftloop.pipeline.judge.verdict import check
+        from draftloop.pipeline.rollout.agent import Agent
+        from draftloop.serving_hooks.capture import CaptureHook
+        from draftloop.serving_hooks.embedded.engine import EmbeddedEngine
+
+        self.workspace, self.screen, self.story = workspace, screen, Story()
+        config = workspace.config
+        state = workspace.root / "demo.json"
+        self.round_number = int(json.loads(state.read_bytes())["rounds"]) if state.is_file() else 0
+        self.target = workspace.load_target()
+        screen.say(f"{self.target.folder}, fingerprint {self.target.fingerprint.digest}")
+        self.registry: Registry = workspace.open_registry()
+        self.stages = LoopStages(workspace, self.registry, self.target)
+        self.hook = CaptureHook(
+            workspace.open_log,
+            topic=workspace.raw_topic(),
+            policy=config.consent,
+            target=self.target.fingerprint.digest,
+            limits=config.capture,
+        )
+        self.engine: EmbeddedEngine = EmbeddedEngine(self.target, config.engine, capture=self.hook)
+        self.engine.start()
+        key = workspace.signing_key().public_key()
+
+        def check_verdict(document: dict[str, Any], digest: str, fingerprint_digest: str) -> None:
+            check(document, key, digest=digest, fingerprint=fingerprint_digest)
+
+        canaries = domain_requests(self.target, DOMAIN_A, count=4, round_number=0, seed=config.seed, max_tokens=16)
+        canaries += domain_requests(self.target, DOMAIN_B, count=4, round_number=0, seed=config.seed, max_tokens=16)
+        self.agent = Agent(
+            self.engine,
+            self.registry,
+            workspace.staging,
+            check_verdict=check_verdict,
+            canary_prompts=[request.prompt_ids for request in canaries],
+            config=config.agent,
+        )
+
+    def close(self) -> None:
+        """Stop the engine and deliver what the hook still holds."""
+        self.engine.stop()
+        self.hook.close(timeout_s=10)
+
+    def play(self) -> None:
+        """The story, in order."""
+        if (self.workspace.jobs / "current.json").is_file():
+            self.screen.rule("an interrupted job is finished first")
+            run_once(self.workspace, self.stages, self.screen)
+        self.agent.reconcile()  # a restarted engine boots with the champion
+        live = self.engine.drafter_version()
+        self.screen.rule(f"day {self.round_number}: traffic in {DOMAIN_A}, drafter {live or 'none'}")
+        self._serve(self._requests(DOMAIN_A), DOMAIN_A)
+        self.screen.rule(f"cycle 1: retrain on {DOMAIN_A}")
+        self._cycle(DOMAIN_A)
+        self.screen.rule(f"the traffic shifts to {DOMAIN_B}")
+        self._serve(self._requests(DOMAIN_B), DOMAIN_B)
+        self.screen.rule(f"cycle 2: warm start, a share of {DOMAIN_A} kept")
+        self._cycle(DOMAIN_B)
+        self.screen.rule("a damaged drafter is promoted")
+        self._damage()
+        self.story.capture = self.hook.counters()
+
+    def _requests(self, domain: Domain) -> list[Request]:
+        config = self.workspace.config
+        return domain_requests(
+            self.target,
+            domain,
+            count=config.demo.requests_per_domain,
+            round_number=self.round_number,
+            seed=config.seed,
+            max_tokens=config.demo.max_tokens,
+        )
+
+    def _serve(self, requests: Sequence[Request], domain: str) -> list[Completion]:
+        """Serve traffic, one point of the timeline a chunk, and wait until the log has it."""
+        completions: list[Completion] = []
+        with self.screen.bar(f"serve {domain}", len(requests)) as advance:
+            for first in range(0, len(requests), CHUNK):
+                before, began = self.engine.counters(), time.monotonic()
+                chunk = self.engine.generate(requests[first : first + CHUNK])
+                seen, seconds = self.engine.counters().since(before), time.monotonic() - began
+                completions += chunk
+                tokens_per_s = sum(len(done.output_ids) for done in chunk) / seconds
+                self.story.timeline.append(
+                    {
+                        "requests": len(self.story.timeline) * CHUNK,
+                        "domain": domain,
+                        "tau": seen.tau,
+                        "version": self.engine.drafter_version(),
+                        "tokens_per_s": tokens_per_s,
+                    }
+                )
+                advance(len(completions), f"tau {seen.tau:.2f}, {tokens_per_s:.0f} tokens/s")
+        self.hook.flush(timeout_s=30)
+        return completions
+
+    def _cycle(self, domain: Domain) -> None:
+        """run-once, swap under load, watch, and measure what it brought."""
+        result = run_once(self.workspace, self.stages, self.screen)
+        outputs = result.details or {}
+        if not outputs:
+            self.screen.say(f"no cycle: {result.reason}")
+            return
+        swap = self._swap_under_load(domain) if result.outcome == "promoted" else None
+        heldout = [
+            row
+            for row in open_snapshot(Path(outputs["curate"]["folder"])).rows("heldout")
+            if row.slices.get("domain") == domain
+        ]
+        tau_engine, tau_replayed = self._measure_heldout(heldout)
+        cycle = self._summarise(domain, result, outputs, tau_engine, tau_replayed)
+        if swap is not None:
+            cycle.swap_ms, cycle.outputs_identical = swap["swap_ms"], swap["outputs_identical"]
+        cycle.speed = self._speed(heldout)
+        self.story.cycles.append(cycle)
+        self._count(outputs["curate"]["counts"])
+        for name in ("champion", "challenger"):
+            report = self.stages.report(result.folder, name)
+            self.story.positions[f"cycle {len(self.story.cycles)}: {name}"] = list(report.position_rates)
+
+    def _summarise(
+        self, domain: Domain, result: RunResult, outputs: dict[str, Any], tau_engine: float, tau_replayed: float
+    ) -> Cycle:
+        replayed = outputs["replay"]
+        before, after = replayed["champion"]["by_slice"], replayed["challenger"]["by_slice"]
+        comparison = outputs["gate"]["comparison"]
+        return Cycle(
+            domain=domain,
+            tau_before=before[domain],
+            tau_after=after[domain],
+            tau_engine=tau_engine,
+            tau_replay_of_engine=tau_replayed,
+            tau_floor=replayed["floor"]["by_slice"][domain],
+            interval=(comparison["low"], comparison["high"]),
+            verdict=result.outcome,
+            reasons=outputs["gate"]["reasons"],
+            swap_ms=None,
+            outputs_identical=None,
+            by_domain={name: {"before": before[name], "after": after[name]} for name in sorted(after)},
+            train={
+                key: outputs["train"][key] for key in ("num_steps", "num_tokens", "seconds", "tokens_per_s", "history")
+            },
+        )
+
+    def _swap_under_load(self, domain: Domain) -> dict[str, Any]:
+        """The agent swaps while requests run; they must all finish, and the watch must pass on live traffic."""
+        requests = measured_again(self._requests(domain)[:8], f"during-{len(self.story.cycles)}")
+        running = [self.engine.submit(request) for request in requests]
+        outcome = self.agent.reconcile()
+        finished = [future.result(timeout=120) for future in running]
+        cut = [done.request_id for done in finished if done.finish_reason == "abort"]
+        if cut:
+            raise EngineError(f"requests {cut} were cut by the swap")
+        self.screen.say(
+            f"swapped to version {outcome.version} in {outcome.swap_ms:.0f} ms under {len(finished)} running requests"
+        )
+        self._watch(domain, f"watch-{len(self.story.cycles)}")
+        return {"swap_ms": outcome.swap_ms, "outputs_identical": outcome.outputs_identical}
+
+    def _watch(self, domain: Domain, label: str) -> str:
+        """Serve live requests until the agent has made up its mind. Returns its state."""
+        config = self.workspace.config.demo
+        requests = self._requests(domain)
+        state = "WATCHING"
+        with self.screen.bar("watch live traffic", config.watch_requests) as advance:
+            for first in range(0, config.watch_requests, 8):
+                self.engine.generate(measured_again(requests[first : first + 8], label))
+                outcome = self.agent.reconcile()
+                state = outcome.state
+                advance(min(first + 8, config.watch_requests), state)
+                if state != "WATCHING":
+                    break
+        return state
+
+    def _measure_heldout(self, rows: Sequence[Row]) -> tuple[float, float]:
+        """tau of the live drafter on held-out requests: by the engine's counters, and by replay of what it wrote."""
+        from draftloop.pipeline.data.snapshot import Row as SnapshotRow
+        from draftloop.pipeline.judge.replay import replay
+
+        before = self.engine.counters()
+        completions = self.engine.generate(requests_of(rows, max_tokens=self.workspace.config.demo.max_tokens))
+        tau_engine = self.engine.counters().since(before).tau
+        live = self._live_drafter()
+        written = [
+            SnapshotRow(done.request_id, done.request_id, list(done.prompt_ids), list(done.output_ids), {}, 0.0, [])
+            for done in completions
+        ]
+        config = self.workspace.config.replay
+        reports = replay(self.target, {"live": live}, written, k=config.num_speculative_tokens, snapshot_id="live")
+        return tau_engine, reports["live"].tau
+
+    def _live_drafter(self) -> Any:
+        from draftloop.trainers.checkpoint import open_drafter
+
+        version = self.engine.drafter_version()
+        if version is None:
+            return None
+        folder = fetch_once(self.registry, version, self.workspace.fetched(version))
+        return open_drafter(folder, fingerprint=self.target.fingerprint)
+
+    def _speed(self, heldout: Sequence[Row]) -> dict[str, Any] | None:
+        """Wall-clock tokens/s with and without the live drafter, interleaved in this run."""
+        from draftloop.pipeline.judge.speed import SpeedProgress, measure
+
+        version = self.engine.drafter_version()
+        if version is None:
+            return None
+        config = self.workspace.config.demo
+        requests = requests_of(heldout[: config.speed_requests], max_tokens=config.max_tokens)
+        folder = fetch_once(self.registry, version, self.workspace.fetched(version))
+        with self.screen.bar("speed with and without", 1) as advance:
+
+            def show(seen: SpeedProgress) -> None:
+                advance.total(seen.total_runs)
+                advance(seen.runs)
+
+            measured = measure(
+                self.engine, (folder, version), requests, batches=(1, 8), pairs=config.speed_pairs, on_progress=show
+            )
+        return {str(row.batch): msgspec.to_builtins(row) for row in measured.results}
+
+    def _damage(self) -> None:
+        """Promote a drafter with noise in its weights under a signed override, and let production disagree."""
+        from draftloop.pipeline.damage import damaged_candidate
+
+        good = self.registry.champion()
+        if good is None:
+            self.screen.say("no champion to damage: the gate refused both cycles")
+            return
+        candidate = damaged_candidate(self.workspace, self.registry, good, self.target, str(self.round_number))
+        version = self.registry.register(candidate)
+        bad = self.registry.promote(version.version, by="demo operator", reason="promoted by hand, without evidence")
+        swapped = self.agent.reconcile()
+        state = swapped.state if swapped.state != "WATCHING" else self._watch(DOMAIN_B, f"damaged-{self.round_number}")
+        live = self.registry.champion()
+        self.story.rolled_back = (
+            live is not None and live.version == good.version and self.engine.drafter_version() == good.version
+        )
+        self.story.damaged = {"version": bad.version, "state": state, "reason": self.agent.last_reason}
+        self.screen.say(f"version {bad.version} was taken back: {self.agent.last_reason}")
+
+    def _count(self, counts: dict[str, Any]) -> None:
+        total = self.story.counts
+        total["captured"] += counts["captured"]
+        total["kept"] += counts["kept"]
+        for reason, number in counts["rejected"].items():
+            total["rejected"][reason] = total["rejected"].get(reason, 0) + number

@@ -1,0 +1,90 @@
+"""Checks what a run needs before it needs it, each with its mend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from draftloop.pipeline.errors import DraftloopError
+from draftloop.pipeline.workspace import Workspace
+
+NEEDED = {
+    "torch": "pip install 'draftloop[train]'",
+    "transformers": "pip install 'draftloop[train]'",
+    "accelerate": "pip install 'draftloop[train]'",
+    "datasets": "pip install 'draftloop[train]'",
+    "deepspeed": "pip install 'draftloop[train]' (needed for train.deepspeed only)",
+    "mlflow": "pip install 'draftloop[mlflow]'",
+    "cryptography": "pip install 'draftloop[mlflow]'",
+}
+MIN_FREE_GB = 2.0
+
+
+def examine(workspace: Workspace) -> list[dict[str, Any]]:
+    """Findings in the order a run meets them: {"check", "ok", "detail", "mend"}."""
+    findings = [_package(name, mend) for name, mend in NEEDED.items()]
+    checks: list[tuple[str, Callable[[Workspace], str]]] = [
+        ("work folder", _disk),
+        ("capture log", _log),
+        ("registry", _registry),
+        ("target", _target),
+    ]
+    for name, check in checks:
+        try:
+            findings.append({"check": name, "ok": True, "detail": check(workspace), "mend": ""})
+        except DraftloopError as error:
+            findings.append({"check": name, "ok": False, "detail": error.message, "mend": error.mend or ""})
+        except ImportError as error:
+            findings.append({"check": name, "ok": False, "detail": str(error), "mend": "install the package named"})
+    return findings
+
+
+def show(findings: list[dict[str, Any]]) -> str:
+    """The findings for a person."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{'ok  ' if finding['ok'] else 'FAIL'} {finding['check']:<14} {finding['detail']}")
+        if not finding["ok"]:
+            lines.append(f"       mend: {finding['mend']}")
+    return "\n".join(lines)
+
+
+def _package(name: str, mend: str) -> dict[str, Any]:
+    try:
+        return {"check": name, "ok": True, "detail": importlib.metadata.version(name), "mend": ""}
+    except importlib.metadata.PackageNotFoundError:
+        return {"check": name, "ok": False, "detail": "not installed", "mend": mend}
+
+
+def _disk(workspace: Workspace) -> str:
+    folder = workspace.root.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if not os.access(folder, os.W_OK):
+        raise DraftloopError(f"{folder} is not writable", mend="set work=FOLDER to one that is")
+    if free_gb < MIN_FREE_GB:
+        raise DraftloopError(f"{free_gb:.1f} GB free at {folder}", mend=f"free at least {MIN_FREE_GB:.0f} GB")
+    return f"{free_gb:.0f} GB free"
+
+
+def _log(workspace: Workspace) -> str:
+    log = workspace.open_log()
+    try:
+        return f"{sum(log.end_offsets(workspace.raw_topic()).values())} records in {workspace.raw_topic()}"
+    finally:
+        log.close()
+
+
+def _registry(workspace: Workspace) -> str:
+    live = workspace.open_registry().champion()
+    return f"{workspace.config.tracking_uri}, champion {live.version if live else 'none'}"
+
+
+def _target(workspace: Workspace) -> str:
+    fingerprint = workspace.load_target().fingerprint
+    name, taps = workspace.config.target.path, fingerprint.tap_layers
+    return f"{name}: {fingerprint.digest}, {fingerprint.num_layers} layers, taps {taps}"

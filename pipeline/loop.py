@@ -1,0 +1,176 @@
+"""run-once: curate -> train -> replay -> gate -> register (-> promote where policy allows), under a lease.
+
+A job is a frozen window of offsets plus every setting that shapes its result; the key is the hash of those. Its stages
+write their output into the job's folder, marker last; a stage whose output is there is skipped. Offsets are committed
+last, so a kill anywhere repeats the job and the key makes the repeated stages no-ops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from draftloop.pipeline import artifact
+from draftloop.pipeline.data.curate import Window
+from draftloop.pipeline.errors import EmptySnapshotError, InputError
+from draftloop.pipeline.fingerprint import require_same_digest
+from draftloop.pipeline.lease import lease
+from draftloop.pipeline.stages import JobContext, Stages
+from draftloop.pipeline.stream.log import CaptureLog
+from draftloop.pipeline.ui import Screen
+from draftloop.pipeline.workspace import Workspace
+
+GROUP = "run-once"
+STAGES = ("curate", "train", "replay", "gate", "register", "promote")
+
+
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job will do, written before it does anything."""
+
+    key: str
+    topic: str
+    start: dict[int, int]
+    stop: dict[int, int]
+    fingerprint: str
+    parent: str | None  # champion version this job continues and must beat
+    parent_digest: str | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What one run-once came to."""
+
+    outcome: str  # "nothing-to-do" | "stopped" | "refused" | "registered" | "promoted"
+    reason: str
+    job_key: str | None = None
+    folder: Path | None = None
+    details: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "job": self.job_key,
+            "folder": str(self.folder) if self.folder else None,
+            **(self.details or {}),
+        }
+
+
+def run_once(
+    workspace: Workspace,
+    stages: Stages,
+    screen: Screen,
+    *,
+    last: str | None = None,
+    after_stage: Callable[[str], None] | None = None,
+) -> RunResult:
+    """One cycle, or the rest of an interrupted one. Raises LeaseHeldError, and whatever a stage raises.
+
+    With `last` the job stops after that stage and stays current: the next call goes on from there.
+
+    `after_stage` is called with each finished stage's name (tests kill the process there).
+    """
+    with lease(workspace.lease, what="run"):
+        log = workspace.open_log()
+        try:
+            plan = _unfinished(workspace, stages) or _new_plan(workspace, stages, log)
+            if isinstance(plan, str):
+                screen.say(f"nothing to do: {plan}")
+                return RunResult("nothing-to-do", plan)
+            folder = workspace.jobs / plan.key
+            window = Window(plan.topic, plan.start, plan.stop)
+            context = JobContext(plan.key, folder, window, plan.parent, plan.seed, log, screen)
+            return _run(workspace, stages, context, last, after_stage or (lambda name: None))
+        except EmptySnapshotError:
+            # Nothing in this window can be trained on: plan a wider one next time instead of failing on it for ever.
+            _current(workspace).unlink(missing_ok=True)
+            raise
+        finally:
+            log.close()
+
+
+def _run(
+    workspace: Workspace, stages: Stages, context: JobContext, last: str | None, after_stage: Callable[[str], None]
+) -> RunResult:
+    outputs: dict[str, dict[str, Any]] = {}
+    for name in STAGES:
+        outputs[name] = _stage(stages, context, name, outputs)
+        after_stage(name)
+        if name == "gate" and not outputs["gate"]["passed"]:
+            break
+        if name == last:
+            return RunResult("stopped", f"after {name}", context.key, context.folder, outputs)
+    # The commit point: before it a kill repeats the job, after it the window is used up.
+    context.log.commit(GROUP, context.window.topic, context.window.stop)
+    _current(workspace).unlink(missing_ok=True)
+    after_stage("commit")
+    outcome = "refused" if "promote" not in outputs else "promoted" if outputs["promote"]["promoted"] else "registered"
+    return RunResult(outcome, "; ".join(outputs["gate"]["reasons"]), context.key, context.folder, outputs)
+
+
+def _stage(stages: Stages, context: JobContext, name: str, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    done = context.folder / f"{name}.json"
+    if done.is_file():
+        context.screen.say(f"{name}: already there")
+        output: dict[str, Any] = json.loads(done.read_bytes())
+        return output
+    output = stages.run(name, context, outputs)
+    artifact.write_json(done, output)
+    return output
+
+
+def _current(workspace: Workspace) -> Path:
+    return workspace.jobs / "current.json"
+
+
+def _unfinished(workspace: Workspace, stages: Stages) -> JobPlan | None:
+    """The plan a killed run left behind. Raises InputError, FingerprintMismatchError where it cannot go on."""
+    current = _current(workspace)
+    if not current.is_file():
+        return None
+    try:
+        plan = msgspec.json.decode(current.read_bytes(), type=JobPlan)
+        require_same_digest(
+            plan.fingerprint,
+            stages.fingerprint_digest(),
+            expected_of=f"unfinished job {plan.key}",
+            found_of="the target given",
+        )
+        return plan
+    except msgspec.DecodeError as error:
+        raise InputError(
+            f"{current} is not a job plan: {error}", mend="remove the file; the window will be planned anew"
+        ) from error
+
+
+def _new_plan(workspace: Workspace, stages: Stages, log: CaptureLog) -> JobPlan | str:
+    topic = workspace.raw_topic()
+    start, stop = log.committed(GROUP, topic), log.end_offsets(topic)
+    num_new = sum(stop.values()) - sum(start.values())
+    if num_new < workspace.config.loop.min_new_records:
+        return f"{num_new} new records, loop.min_new_records is {workspace.config.loop.min_new_records}"
+    champion = stages.champion()
+    settings = {
+        "topic": topic,
+        "start": start,
+        "stop": stop,
+        "fingerprint": stages.fingerprint_digest(),
+        "parent": champion.version if champion else None,
+        "parent_digest": champion.digest if champion else None,
+        "seed": workspace.config.seed,
+    }
+    sections = ("curate", "train", "replay", "gate", "registry")
+    shaping = {name: getattr(workspace.config, name).model_dump(mode="json") for name in sections}
+    body = msgspec.json.encode({**msgspec.to_builtins(settings, str_keys=True), **shaping}, order="sorted")
+    key = hashlib.sha256(body).hexdigest()[:16]
+    plan = msgspec.convert({"key": key, **settings}, JobPlan)
+    artifact.write_json(_current(workspace), msgspec.to_builtins(plan, str_keys=True))
+    return plan

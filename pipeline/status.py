@@ -1,0 +1,80 @@
+"""What is live, why and since when, read from the registry, the agent's state file and the log."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from draftloop.pipeline.errors import VersionNotFoundError
+from draftloop.pipeline.loop import GROUP
+from draftloop.pipeline.registry.registry import Registry
+from draftloop.pipeline.workspace import Workspace
+
+
+def version_before(registry: Registry) -> str:
+    """The champion version one before the live one. Raises VersionNotFoundError."""
+    live = registry.champion()
+    earlier = [
+        version.version for version in registry.champions() if live is None or int(version.version) < int(live.version)
+    ]
+    if not earlier:
+        raise VersionNotFoundError("there is no champion version before the live one", mend="name a version")
+    return max(earlier, key=int)
+
+
+def status(workspace: Workspace) -> dict[str, Any]:
+    """The state of one work folder. A folder never used yet is an empty state, not an error."""
+    root = workspace.root
+    found: dict[str, Any] = {
+        "work": str(root),
+        "champion": None,
+        "champions": [],
+        "agent": None,
+        "job": None,
+        "log": None,
+    }
+    if not root.is_dir():
+        return found
+    if (root / "mlflow.db").is_file() or workspace.config.registry.tracking_uri:
+        registry = workspace.open_registry()
+        live = registry.champion()
+        found["champion"] = live.version if live else None
+        found["champions"] = [
+            {"version": version.version, "job": version.job_key, "tags": dict(version.tags)}
+            for version in registry.champions()
+        ]
+    state = workspace.staging / "state.json"
+    if state.is_file():
+        found["agent"] = json.loads(state.read_bytes())
+    current = workspace.jobs / "current.json"
+    if current.is_file():
+        plan = json.loads(current.read_bytes())
+        done = sorted(path.stem for path in (workspace.jobs / plan["key"]).glob("*.json"))
+        found["job"] = {"key": plan["key"], "outputs": done}
+    if (root / "capture.db").is_file():
+        log = workspace.open_log()
+        topic = workspace.raw_topic()
+        total, used = sum(log.end_offsets(topic).values()), sum(log.committed(GROUP, topic).values())
+        log.close()
+        found["log"] = {"topic": topic, "records": total, "not_yet_used": total - used}
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [f"work folder   {found['work']}"]
+    lines.append(f"champion      {found['champion'] or 'none: the engine drafts with its floor'}")
+    for version in found["champions"]:
+        tags = ", ".join(f"{key}={value}" for key, value in sorted(version["tags"].items()))
+        lines.append(f"  version {version['version']}   job {version['job']}   {tags}")
+    if found["agent"]:
+        agent = found["agent"]
+        lines.append(f"agent         {agent.get('state')}, serves {agent.get('live') or agent.get('version')}")
+    if found["job"]:
+        lines.append(
+            f"open job      {found['job']['key']} (has {', '.join(found['job']['outputs']) or 'only its plan'})"
+        )
+    if found["log"]:
+        log = found["log"]
+        lines.append(f"log           {log['topic']}: {log['records']} records, {log['not_yet_used']} not yet used")
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""run-once over recording stages and the real SQLite log: order, skipping, resuming, leases, commits."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftloop.pipeline.config import load
+from draftloop.pipeline.errors import EmptySnapshotError, FingerprintMismatchError, InputError, LeaseHeldError
+from draftloop.pipeline.lease import lease
+from draftloop.pipeline.loop import GROUP, STAGES, run_once
+from draftloop.pipeline.registry.registry import Version
+from draftloop.pipeline.stages import JobContext
+from draftloop.pipeline.stream.log import LogEntry
+from draftloop.pipeline.ui import Screen
+from draftloop.pipeline.workspace import Workspace
+
+QUIET = Screen(quiet=True)
+
+
+class RecordingStages:
+    """The stages' twin: writes down what ran, answers what it is told."""
+
+    def __init__(self, ledger: Path, *, passed: bool = True, promote: bool = True, fingerprint: str = "f" * 16) -> None:
+        self.ledger = ledger
+        self.passed = passed
+        self.promote = promote
+        self.fingerprint = fingerprint
+
+    def run(self, name: str, context: JobContext, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        with self.ledger.open("a") as ledger:
+            ledger.write(f"{name}\n")
+        answers: dict[str, dict[str, Any]] = {
+            "gate": {"passed": self.passed, "reasons": ["ratio 1.2"]},
+            "promote": {"promoted": self.promote},
+        }
+        return answers.get(name, {"ran": name})
+
+    def champion(self) -> Version | None:
+        return None
+
+    def fingerprint_digest(self) -> str:
+        return self.fingerprint
+
+    def ran(self) -> list[str]:
+        return self.ledger.read_text().split() if self.ledger.exists() else []
+
+
+def workspace_with(tmp_path: Path, *, num_records: int) -> Workspace:
+    workspace = Workspace(load([], [f"work='{tmp_path / 'work'}'", "loop.min_new_records=10"]))
+    add_records(workspace, num_records)
+    return workspace
+
+
+def add_records(workspace: Workspace, num_records: int) -> None:
+    log = workspace.open_log()
+    log.append(workspace.raw_topic(), [LogEntry(str(index).encode(), b"x") for index in range(num_records)])
+    log.close()
+
+
+def committed(workspace: Workspace) -> int:
+    log = workspace.open_log()
+    total = sum(log.committed(GROUP, workspace.raw_topic()).values())
+    log.close()
+    return total
+
+
+def test_too_few_new_records_is_nothing_to_do_and_says_why(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=9)
+    result = run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET)
+    assert (result.outcome, result.reason) == ("nothing-to-do", "9 new records, loop.min_new_records is 10")
+
+
+def test_a_passed_job_runs_every_stage_once_in_order_and_commits_its_window(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran")
+    assert run_once(workspace, stages, QUIET).outcome == "promoted"
+    assert stages.ran() == list(STAGES)
+    assert committed(workspace) == 12
+    assert run_once(workspace, stages, QUIET).outcome == "nothing-to-do"
+
+
+def test_a_refused_job_registers_nothing_and_uses_up_its_window(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran", passed=False)
+    assert run_once(workspace, stages, QUIET).outcome == "refused"
+    assert stages.ran() == ["curate", "train", "replay", "gate"]
+    assert committed(workspace) == 12
+
+
+def test_without_auto_promotion_the_job_ends_registered(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    assert run_once(workspace, RecordingStages(tmp_path / "ran", promote=False), QUIET).outcome == "registered"
+
+
+def test_a_job_stopped_after_a_stage_goes_on_from_there_with_the_same_window(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran")
+    first = run_once(workspace, stages, QUIET, last="train")
+    assert (first.outcome, stages.ran(), committed(workspace)) == ("stopped", ["curate", "train"], 0)
+    add_records(workspace, 5)
+    second = run_once(workspace, stages, QUIET)
+    assert second.job_key == first.job_key
+    assert stages.ran() == list(STAGES)
+    assert committed(workspace) == 12, "records that came after the window belong to the next job"
+
+
+def _run_and_die_after(tmp_path: Path, stage: str) -> None:
+    def die(name: str) -> None:
+        if name == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    workspace = Workspace(load([], [f"work='{tmp_path / 'work'}'", "loop.min_new_records=10"]))
+    run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET, after_stage=die)
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "commit"])
+def test_a_run_killed_after_any_stage_resumes_without_repeating_it(tmp_path: Path, stage: str) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    child = multiprocessing.get_context("fork").Process(target=_run_and_die_after, args=(tmp_path, stage))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    stages = RecordingStages(tmp_path / "ran")
+    again = run_once(workspace, stages, QUIET)
+    assert again.outcome == ("nothing-to-do" if stage == "commit" else "promoted")
+    assert stages.ran() == list(STAGES)
+    assert committed(workspace) == 12
+
+
+def test_a_second_run_at_once_is_refused_with_the_lease_exit_code(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    with lease(workspace.lease, what="run"), pytest.raises(LeaseHeldError, match=f"process {os.getpid()}") as caught:
+        run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET)
+    assert caught.value.exit_code == 75
+
+
+def test_the_lease_of_a_dead_holder_is_free(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    workspace.lease.write_text(json.dumps({"pid": 999999999, "since": 0}))
+    assert run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET).outcome == "promoted"
+
+
+def test_an_unfinished_job_of_another_target_is_named_and_not_continued(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET, last="curate")
+    with pytest.raises(FingerprintMismatchError, match="unfinished job"):
+        run_once(workspace, RecordingStages(tmp_path / "ran", fingerprint="e" * 16), QUIET)
+
+
+def test_a_damaged_plan_is_named_with_its_mend(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    workspace.jobs.mkdir(parents=True)
+    (workspace.jobs / "current.json").write_text("{")
+    with pytest.raises(InputError, match=r"current\.json is not a job plan"):
+        run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET)
+
+
+def test_a_window_with_nothing_usable_is_planned_anew_and_wider(tmp_path: Path) -> None:
+    class EmptyOnce(RecordingStages):
+        def run(self, name: str, context: JobContext, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+            if sum(context.window.stop.values()) == 12:
+                raise EmptySnapshotError("nothing kept")
+            return super().run(name, context, outputs)
+
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = EmptyOnce(tmp_path / "ran")
+    with pytest.raises(EmptySnapshotError):
+        run_once(workspace, stages, QUIET)
+    add_records(workspace, 1)
+    assert run_once(workspace, stages, QUIET).outcome == "promoted"
+    assert committed(workspace) == 13

@@ -1,0 +1,80 @@
+"""Configuration: layers, overrides, unknown keys, and every shipped file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftloop.pipeline.config import Config, load
+from draftloop.pipeline.demo import demo_config
+from draftloop.pipeline.errors import ConfigError
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", sorted((CHECKOUT / "configs").glob("*.toml")), ids=lambda file: file.name)
+def test_every_shipped_toml_loads_on_its_own_and_on_base(file: Path) -> None:
+    assert isinstance(load([file], []), Config)
+    assert isinstance(load([CHECKOUT / "configs/base.toml", file], []), Config)
+
+
+@pytest.mark.parametrize("file", sorted((CHECKOUT / "configs/deepspeed").glob("*.json")), ids=lambda file: file.name)
+def test_every_shipped_deepspeed_file_is_json_with_a_zero_stage(file: Path) -> None:
+    assert json.loads(file.read_text())["zero_optimization"]["stage"] in (1, 2, 3)
+
+
+def test_every_toml_is_named_in_the_configs_readme() -> None:
+    readme = (CHECKOUT / "configs/README.md").read_text()
+    for file in (CHECKOUT / "configs").glob("*.toml"):
+        assert f"`{file.name}`" in readme
+
+
+def test_later_files_win_over_earlier_ones_and_overrides_over_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("seed = 1\n[train]\nepochs = 1.0\nttt_steps = 2\n")
+    second.write_text("[train]\nepochs = 2.0\n")
+    config = load([first, second], ["train.ttt_steps=3"])
+    assert (config.seed, config.train.epochs, config.train.ttt_steps) == (1, 2.0, 3)
+
+
+def test_an_unknown_key_is_an_error_that_names_it_and_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"train\.epoch = 3") as caught:
+        load([], ["train.epoch=3"])
+    assert "epochs" in str(caught.value.mend)
+    assert caught.value.exit_code == 2
+
+
+def test_a_value_out_of_range_names_key_value_and_rule() -> None:
+    with pytest.raises(ConfigError, match=r"train\.ttt_steps = 0"):
+        load([], ["train.ttt_steps=0"])
+
+
+@pytest.mark.parametrize("override", ["train.epochs", "=3", ""])
+def test_an_override_without_key_or_value_is_an_error(override: str) -> None:
+    with pytest.raises(ConfigError, match="not key=value"):
+        load([], [override])
+
+
+def test_a_section_replaced_by_a_scalar_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="train"):
+        load([], ["train=3"])
+
+
+def test_a_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load([tmp_path / "nowhere.toml"], [])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = = 1")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not TOML"):
+        load([broken], [])
+
+
+def test_the_default_consent_is_deny() -> None:
+    assert load([], []).consent.tenants == {}
+
+
+def test_the_demo_keeps_what_the_user_sets() -> None:
+    config = demo_config([], ["loop.auto_promote=false", "demo.max_tokens=9"], None)
+    assert (config.loop.auto_promote, config.demo.max_tokens) == (False, 9)
