@@ -80,6 +80,7 @@ class Facts:
     rejected: Mapping[str, int]  # reason -> records
     num_train: int
     num_heldout: int
+    carried: int = 0  # of these rows, taken over from the parent's snapshot
     gain: Gain
     cost: Cost
     champion: str | None  # version compared with; None: the engine's floor
@@ -89,7 +90,7 @@ class Facts:
 
 def card(facts: Facts) -> str:
     """The decision as markdown. Raises ConfigError where captured != kept + rejected: such a ledger decides nothing."""
-    kept = facts.num_train + facts.num_heldout
+    kept = facts.num_train + facts.num_heldout - facts.carried
     if facts.captured != kept + sum(facts.rejected.values()):
         raise ConfigError(
             f"snapshot {facts.snapshot_id[:12]}: {facts.captured} captured, but {kept} kept and "
@@ -136,14 +137,14 @@ def plots(gain: Gain, history: Sequence[Mapping[str, float]]) -> dict[str, bytes
 
 
 def position_plot(challenger: Sequence[float], champion: Sequence[float]) -> bytes:
-    """PNG: share of steps with at least k accepted proposals, both drafters. The area under it is tau - 1."""
+    """PNG: share of steps with at least k accepted proposals, both drafters. They add up to about tau - 1."""
     figure = _figure(6.0, 3.6)
     axes = figure.add_subplot()
     for rates, colour, label in (
         (champion, CHAMPION_COLOUR, "champion"),
         (challenger, CHALLENGER_COLOUR, "challenger"),
     ):
-        axes.plot(range(1, len(rates) + 1), rates, "o-", color=colour, label=f"{label}, tau {1 + sum(rates):.2f}")
+        axes.plot(range(1, len(rates) + 1), rates, "o-", color=colour, label=label)
     axes.set_xticks(range(1, max(len(challenger), len(champion), 1) + 1))
     axes.set_ylim(0, 1)
     axes.set_xlabel("proposals accepted, at least")
@@ -239,8 +240,10 @@ def _training_data(facts: Facts) -> str:
         "## What it was trained on\n\n"
         f"- Snapshot `{facts.snapshot_id}`\n"
         f"- Window: {window or 'not given'}\n"
-        f"- {facts.captured} records = {facts.num_train} for training + {facts.num_heldout} held out "
+        f"- {facts.captured} records captured = {facts.num_train + facts.num_heldout - facts.carried} kept "
         f"+ {sum(facts.rejected.values())} rejected\n"
+        f"- {facts.num_train} rows for training, {facts.num_heldout} held out; {facts.carried} of them carried over "
+        "from the parent's snapshot\n"
         f"- Rejected: {rejects}\n"
         f"- Target `{_safe(facts.target)}`, fingerprint `{facts.fingerprint}`"
     )
@@ -309,6 +312,7 @@ def _png(figure: Figure) -> bytes:
 
     for axes in figure.axes:
         axes.spines["top"].set_visible(False)
+        axes.spines["right"].set_visible(axes.yaxis.get_ticks_position() == "right")
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})  # equal data, equal bytes
     return buffer.getvalue()

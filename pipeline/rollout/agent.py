@@ -224,11 +224,10 @@ class Agent:
         known = msgspec.structs.replace(known, digest=examine.digest_of(place), staged=True)
         return known, self._level(memory)
 
-    def _level(self, memory: Memory) -> SpecCounters | None:
-        """Counters of the live drafter's last traffic."""
-        counters = self._engine.counters()
-        start = memory.readings[0] if memory.readings else memory.baseline
-        return counters.since(start) if counters.num_steps >= start.num_steps else counters
+    def _level(self, memory: Memory) -> SpecCounters:
+        """Counters of the live drafter's last traffic; without a drafter, of whatever drafts in its place."""
+        depth = memory.depth if self._engine.drafter_version() is not None else 0
+        return canary.level((*(memory.readings or (memory.baseline,)), self._engine.counters()), depth)
 
     # Touching the engine.
 

@@ -16,8 +16,9 @@ Steps of one request resemble each other: `design_effect` steps count as one obs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from draftloop.pipeline.records import SpecCounters
 
 Decision = Literal["CONTINUE", "PASS", "ROLL_BACK"]
+
+_DRAFTING = 0.75  # of K a step: less is left over only where many outputs are shorter than a few steps
 
 
 class CanaryConfig(BaseModel):
@@ -170,3 +173,22 @@ def recent(readings: tuple[SpecCounters, ...], num_steps: int) -> tuple[SpecCoun
     while len(distinct) > 2 and newest.num_steps - distinct[1].num_steps >= num_steps:
         distinct = distinct[1:]
     return distinct if len(distinct) <= 64 else (distinct[0], *distinct[1:-1:2], newest)
+
+
+def level(readings: Sequence[SpecCounters], depth: int) -> SpecCounters:
+    """Traffic between successive readings, as far as the drafter really served it.
+
+    Where clearly fewer than K tokens a step were drafted, steps without the drafter are among them (somebody measured
+    the engine without it): such a stretch says nothing about the drafter and is left out. So is an engine's restart.
+    """
+    total = SpecCounters()
+    for earlier, later in pairwise(readings):
+        seen = later.since(earlier)
+        if seen.num_steps > 0 and seen.num_drafted >= _DRAFTING * depth * seen.num_steps:
+            total = SpecCounters(
+                total.num_steps + seen.num_steps,
+                total.num_emitted + seen.num_emitted,
+                total.num_drafted + seen.num_drafted,
+                total.num_accepted + seen.num_accepted,
+            )
+    return total

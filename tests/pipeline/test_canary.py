@@ -17,6 +17,7 @@ from draftloop.pipeline.rollout.canary import (
     expectation_of,
     interval,
     judge,
+    level,
     recent,
 )
 
@@ -163,3 +164,12 @@ def test_recent_readings_reach_back_over_the_window_and_forget_a_restarted_engin
     assert len(recent(many, 10**6)) < 64
     assert recent(many, 10**6)[-1] == many[-1]
     assert not math.isnan(recent(many, 10)[0].tau)
+
+
+def test_a_stretch_measured_without_the_drafter_is_not_part_of_its_level() -> None:
+    served = counters(1000, 2.0)
+    without = SpecCounters(2000, 3000, 4000, 1000)  # 1000 more steps, nothing drafted
+    after = SpecCounters(2500, 4000, 6000, 1500)
+    assert level((SpecCounters(), served, without, after), K) == SpecCounters(1500, 3000, 6000, 1500)
+    assert level((after, served), K) == SpecCounters()
+    assert level((served,), K) == SpecCounters()
