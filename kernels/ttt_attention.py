@@ -6,6 +6,7 @@ Shapes: B sequences, T positions, Q query heads, K key/value heads (Q a multiple
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,33 +71,95 @@ def ttt_attention_rows(
     depths' keys and values [R, K, D] hold those rows of all documents one after another, keys[0] and values[0] all
     positions [S, K, D]. Returns [R, Q, D]. Keys of other documents are never seen.
     """
-    total, heads, size = query.shape
-    groups = heads // keys[0].shape[1]
-    kv_heads = heads // groups
-    grouped = (query * size**-0.5).view(total, kv_heads, groups, size)
-    columns = [(grouped * key.unsqueeze(2)).sum(-1).float() for key in keys[1:]]  # [R, K, G] each
-    own = torch.stack(columns, dim=-1) if columns else None
-    out: list[Tensor] = []
-    own_parts = own.split(list(rows)) if own is not None else [None] * len(rows)
-    own_weights: list[Tensor] = []
-    parts = zip(
-        grouped.split(list(rows)), keys[0].split(list(lengths)), values[0].split(list(lengths)), own_parts, strict=True
-    )
-    for q, k, v, own_scores in parts:
-        count, length = q.shape[0], k.shape[0]
-        scores = q.permute(1, 2, 0, 3).reshape(kv_heads, groups * count, size) @ k.permute(1, 2, 0)
-        scores = scores.float().view(kv_heads, groups, count, length)
-        hidden = torch.ones(count, length, dtype=torch.bool, device=q.device).triu(length - count + 1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if own_scores is not None:
-            scores = torch.cat([scores, own_scores.permute(1, 2, 0, 3)], dim=-1)
-        weights = scores.softmax(-1).to(v.dtype)
-        past = weights[..., :length].reshape(kv_heads, groups * count, length) @ v.transpose(0, 1)
-        out.append(past.view(kv_heads, groups, count, size).permute(2, 0, 1, 3))
-        own_weights.append(weights[..., length:].permute(2, 0, 1, 3))
-    merged = torch.cat(out)
-    if own is not None:
-        shares = torch.cat(own_weights)
-        for index, value in enumerate(values[1:]):
-            merged = merged + shares[..., index : index + 1] * value.unsqueeze(2)
-    return merged.reshape(total, heads, size)
+    out: Tensor = _PackedAttention.apply(list(lengths), list(rows), len(keys) - 1, query, *keys, *values)
+    return out
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Probabilities are kept; backward is the softmax's own, one document at a time, own keys elementwise."""
+
+    @staticmethod
+    def forward(ctx: Any, lengths: list[int], rows: list[int], depth: int, query: Tensor, *key_values: Tensor) -> Tensor:
+        keys, values = key_values[: depth + 1], key_values[depth + 1 :]
+        total, heads, size = query.shape
+        kv_heads = keys[0].shape[1]
+        groups = heads // kv_heads
+        scale = size**-0.5
+        grouped = query.view(total, kv_heads, groups, size)
+        own = torch.stack([(grouped * key.unsqueeze(2)).sum(-1).float() for key in keys[1:]], -1) if depth else None
+        out = torch.empty_like(query)
+        kept: list[Tensor] = []
+        start = first = 0
+        for length, count in zip(lengths, rows, strict=True):
+            q = _by_head(grouped[start : start + count])  # [K, G*r, D]
+            k = keys[0][first : first + length].permute(1, 2, 0)
+            v = values[0][first : first + length].transpose(0, 1)
+            scores = torch.empty(kv_heads, groups, count, length + depth, dtype=torch.float32, device=query.device)
+            scores[..., :length] = (q @ k).view(kv_heads, groups, count, length)
+            if own is not None:
+                scores[..., length:] = own[start : start + count].permute(1, 2, 0, 3)
+            later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu_(1)
+            scores[..., length - count : length].masked_fill_(later, float("-inf"))
+            weights = scores.mul_(scale).softmax(-1).to(query.dtype)
+            past = weights[..., :length].reshape(kv_heads, groups * count, length) @ v
+            out[start : start + count] = _by_row(past, count).view(count, heads, size)
+            kept.append(weights)
+            start, first = start + count, first + length
+        if depth:
+            shares = torch.cat([weights[..., -depth:].permute(2, 0, 1, 3) for weights in kept])  # [R, K, G, depth]
+            merged = out.view(total, kv_heads, groups, size)
+            for index, value in enumerate(values[1:]):
+                merged += shares[..., index : index + 1] * value.unsqueeze(2)
+        ctx.save_for_backward(query, out, *key_values, *kept)
+        ctx.layout = (lengths, rows, depth)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        lengths, rows, depth = ctx.layout
+        query, out, *rest = ctx.saved_tensors
+        keys, values, kept = rest[: depth + 1], rest[depth + 1 : 2 * depth + 2], rest[2 * depth + 2 :]
+        grad = grad_outputs[0].contiguous()
+        total, heads, size = query.shape
+        kv_heads = keys[0].shape[1]
+        groups = heads // kv_heads
+        scale = size**-0.5
+        grouped = query.view(total, kv_heads, groups, size)
+        grad_grouped = grad.view(total, kv_heads, groups, size)
+        delta = (grad * out).sum(-1, dtype=torch.float32).view(total, kv_heads, groups, 1)
+        grad_query = torch.empty_like(grouped)
+        grad_keys = [torch.empty_like(key) for key in keys]
+        grad_values = [torch.empty_like(value) for value in values]
+        start = first = 0
+        for length, count, weights in zip(lengths, rows, kept, strict=True):
+            here, there = slice(start, start + count), slice(first, first + length)
+            past = weights[..., :length].reshape(kv_heads, groups * count, length)
+            dout = _by_head(grad_grouped[here])
+            dweights = dout @ values[0][there].permute(1, 2, 0)
+            dscores = (dweights - _by_head(delta[here])).mul_(past).mul_(scale).to(query.dtype)
+            grad_query[here] = _by_row(dscores @ keys[0][there].transpose(0, 1), count)
+            grad_keys[0][there] = (dscores.transpose(1, 2) @ _by_head(grouped[here])).transpose(0, 1)
+            grad_values[0][there] = (past.transpose(1, 2) @ dout).transpose(0, 1)
+            start, first = start + count, first + length
+        if depth:
+            shares = torch.cat([weights[..., -depth:].permute(2, 0, 1, 3) for weights in kept])
+            for index in range(depth):
+                share = shares[..., index : index + 1]
+                dweight = (grad_grouped * values[index + 1].unsqueeze(2)).sum(-1, keepdim=True, dtype=torch.float32)
+                dscore = ((dweight - delta) * share * scale).to(query.dtype)
+                grad_query += dscore * keys[index + 1].unsqueeze(2)
+                grad_keys[index + 1] = (dscore * grouped).sum(2)
+                grad_values[index + 1] = (share * grad_grouped).sum(2)
+        return (None, None, None, grad_query.view_as(query), *grad_keys, *grad_values)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[r, K, G, D] -> [K, G*r, D]."""
+    count, kv_heads, groups, size = x.shape
+    return x.permute(1, 2, 0, 3).reshape(kv_heads, groups * count, size)
+
+
+def _by_row(x: Tensor, count: int) -> Tensor:
+    """[K, G*r, D] -> [r, K, G, D]."""
+    kv_heads, many, size = x.shape
+    return x.view(kv_heads, many // count, count, size).permute(2, 0, 1, 3)

@@ -84,27 +84,31 @@ class Eagle3(nn.Module):
         self.register_buffer("d2t", draft_token_ids - torch.arange(config.draft_vocab_size))
         self.register_buffer("t2d", t2d)
 
+    @property
+    def layer(self) -> _Layer:
+        """The only decoder layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, _Layer)
+        return layer
+
     def fuse(self, taps: Tensor) -> Tensor:
         """Target features [..., taps, H] to the first step's hidden input g [..., H]."""
         return self.fc(taps.flatten(-2).to(self.fc.weight.dtype))
 
     def normed(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The layer's input [..., 2H]. embeds: e(x_{i+1}); hidden: g_i or the previous step's output."""
-        layer = self.layers[0]
-        assert isinstance(layer, _Layer)
+        layer = self.layer
         return torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)
 
     def query(self, normed: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries [..., Q, D] of normed rows [..., 2H]."""
-        layer, config = self.layers[0], self.config
-        assert isinstance(layer, _Layer)
+        layer, config = self.layer, self.config
         query = layer.self_attn.q_proj(normed).unflatten(-1, (config.num_attention_heads, config.head_dim))
         return apply_rotary(query, *rotary(positions, config.head_dim, config.rope_theta))
 
     def key_value(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, [..., K, D] each, of normed rows [..., 2H]."""
-        layer, config = self.layers[0], self.config
-        assert isinstance(layer, _Layer)
+        layer, config = self.layer, self.config
         key = layer.self_attn.k_proj(normed).unflatten(-1, (config.num_key_value_heads, config.head_dim))
         value = layer.self_attn.v_proj(normed).unflatten(-1, (config.num_key_value_heads, config.head_dim))
         return apply_rotary(key, *rotary(positions, config.head_dim, config.rope_theta)), value
@@ -117,8 +121,7 @@ class Eagle3(nn.Module):
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Second half. attended [B, T, Q, D] -> output a [B, T, H], before the final norm."""
-        layer = self.layers[0]
-        assert isinstance(layer, _Layer)
+        layer = self.layer
         x = residual + layer.self_attn.o_proj(attended.flatten(-2))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 

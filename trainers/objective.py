@@ -48,8 +48,7 @@ class Objective(nn.Module):
 
     def outputs(self, batch: Batch) -> Tensor:
         """Outputs of all depths [T, R, H]."""
-        with torch.autocast(batch.taps.device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return unroll_rows(self.model, self._frozen[0], batch, steps=self.steps)
+        return unroll_rows(self.model, self._frozen[0], batch, steps=self.steps, dtype=self.dtype)
 
     def reference(self, batch: Batch) -> Tensor:
         """The same sum with all logits at once and autograd's own gradient."""
@@ -59,10 +58,6 @@ class Objective(nn.Module):
         student = self.model.norm(student).to(self.dtype)
         head = self.model.lm_head.weight.to(self.dtype)
         return soft_target_loss_reference(student, head, batch.teacher.to(self.dtype), self._frozen[1], batch.weight)
-
-    @property
-    def _autocast(self) -> bool:
-        return self.dtype == torch.bfloat16 and self.model.fc.weight.dtype == torch.float32
 
     @torch.no_grad()
     def drafts(self, batch: Batch) -> Tensor:

@@ -8,13 +8,17 @@ Shapes: B sequences, T positions, N taps, H hidden, Q query heads, K key/value h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftloop.kernels.rows import rms_normalize, rotate, swiglu
 from draftloop.kernels.ttt_attention import ttt_attention, ttt_attention_rows
 from draftloop.trainers.batches import Batch
-from draftloop.trainers.eagle3 import Eagle3
+from draftloop.trainers.blocks import rotary
+from draftloop.trainers.eagle3 import Eagle3, Eagle3Config
 
 
 def _shifted(input_ids: Tensor, by: int) -> Tensor:
@@ -48,26 +52,71 @@ def propose(model: Eagle3, embedding: Tensor, taps: Tensor, input_ids: Tensor, l
     return drafts
 
 
-def unroll_rows(model: Eagle3, embedding: Tensor, batch: Batch, *, steps: int) -> Tensor:
-    """The same forward where it is trained: packed documents, and only anchors pay for more than keys and values.
+def unroll_rows(model: Eagle3, embedding: Tensor, batch: Batch, *, steps: int, dtype: torch.dtype) -> Tensor:
+    """The same forward where it is trained: packed documents, and only anchors go deeper than depth 0.
 
-    Returns the outputs a of all depths before the final norm, [steps, R, H].
+    Norm weights are folded into the products that follow, q, k and v are one product, and the embedding's half of it
+    is computed once: depth t's token of row i is depth 0's of row i+t. Returns the outputs a of all depths before the
+    final norm, [steps, R, H] in `dtype`, that of the matrix products.
     """
-    dtype = model.fc.weight.dtype
-    fused = model.fuse(batch.taps)
-    normed = model.normed(F.embedding(batch.next_ids, embedding).to(dtype), fused)
-    key, value = model.key_value(normed, batch.positions)
+    config, weights = model.config, folded_weights(model, dtype)
+    eps = config.rms_norm_eps
+    fused = F.linear(batch.taps.flatten(1).to(dtype), weights.fc)
+    from_embeds = F.linear(rms_normalize(F.embedding(batch.next_ids, embedding).to(dtype), eps), weights.embeds)
+    projected = from_embeds + F.linear(rms_normalize(fused, eps), weights.hidden)
+    query, key, value = _heads(projected, batch.positions, config)
+    query = query.index_select(0, batch.anchors)
     keys, values = [key], [value]
-    query = model.query(normed.index_select(0, batch.anchors), batch.anchor_positions)
     hidden = fused.index_select(0, batch.anchors)
+    from_embeds = from_embeds.index_select(0, batch.anchors) if steps > 1 else from_embeds
     outputs: list[Tensor] = []
     for depth in range(steps):
         if depth:
-            embeds = F.embedding(batch.deeper_ids[depth - 1], embedding).to(dtype)
-            query, key, value = model.project(embeds, hidden, batch.anchor_positions + depth)[:3]
+            # The last `depth` anchors of each document get rows of the next one: they propose beyond the end and have
+            # weight 0, and nothing else attends to them.
+            projected = from_embeds.roll(-depth, 0) + F.linear(rms_normalize(hidden, eps), weights.hidden)
+            query, key, value = _heads(projected, batch.anchor_positions + depth, config)
             keys.append(key)
             values.append(value)
         attended = ttt_attention_rows(query, keys, values, batch.lengths, batch.rows)
-        hidden = model.finish(attended, hidden)
+        x = hidden + F.linear(attended.flatten(1), weights.output)
+        hidden = x + F.linear(swiglu(F.linear(rms_normalize(x, eps), weights.gate_up)), weights.down)
         outputs.append(hidden)
     return torch.stack(outputs)
+
+
+class FoldedWeights(NamedTuple):
+    """The layer's matrices as the training form multiplies them; gradients flow back to the parameters."""
+
+    fc: Tensor  # [H, N*H]
+    embeds: Tensor  # [(Q+2K)*D, H] the embedding's columns of q, k, v times the input norm's weight
+    hidden: Tensor  # [(Q+2K)*D, H] the hidden state's columns times the hidden norm's weight
+    output: Tensor  # [H, Q*D]
+    gate_up: Tensor  # [2I, H] times the post-attention norm's weight
+    down: Tensor  # [H, I]
+
+
+def folded_weights(model: Eagle3, dtype: torch.dtype) -> FoldedWeights:
+    """Fold each norm's weight into the product that follows: matrix-sized work instead of one pass over all rows."""
+    layer = model.layer
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    embeds, hidden = qkv.chunk(2, dim=1)
+    gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    return FoldedWeights(
+        fc=model.fc.weight.to(dtype),
+        embeds=(embeds * layer.input_layernorm.weight).to(dtype),
+        hidden=(hidden * layer.hidden_norm.weight).to(dtype),
+        output=attention.o_proj.weight.to(dtype),
+        gate_up=(gate_up * layer.post_attention_layernorm.weight).to(dtype),
+        down=mlp.down_proj.weight.to(dtype),
+    )
+
+
+def _heads(projected: Tensor, positions: Tensor, config: Eagle3Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries [R, Q, D], rotated keys and values [R, K, D] of one product [R, (Q+2K)*D]."""
+    queries, keys = config.num_attention_heads, config.num_key_value_heads
+    heads = projected.unflatten(-1, (queries + 2 * keys, config.head_dim))
+    cos, sin = rotary(positions, config.head_dim, config.rope_theta)
+    rotated = rotate(heads[:, : queries + keys], cos, sin)
+    return rotated[:, :queries], rotated[:, queries:], heads[:, queries + keys :]
