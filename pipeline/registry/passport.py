@@ -16,6 +16,9 @@ from draftloop.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_UNKNOWN = 1e6  # an interval that reaches here says nothing
+_WIDEST = 300.0  # percent; bars end here
+
 CHALLENGER_COLOUR, CHAMPION_COLOUR, ALARM_COLOUR = "#1b6ca8", "#9a9a9a", "#c0392b"
 
 
@@ -113,7 +116,7 @@ def tags(facts: Facts) -> dict[str, str]:
     gain = facts.gain
     return {
         "gate": facts.decision,
-        "gain": f"{gain.ratio - 1:+.1%} ({gain.low - 1:+.1%} to {gain.high - 1:+.1%})",
+        "gain": f"{_percent(gain.ratio)} ({_interval(gain.low, gain.high)})",
         "tau": f"{gain.challenger_tau:.3f}",
         "target": facts.fingerprint,
         "digest": facts.digest[:12],
@@ -159,7 +162,7 @@ def slice_plot(slices: Sequence[SliceRow]) -> bytes:
     axes = figure.add_subplot()
     for row, place in zip(slices, range(len(slices), 0, -1), strict=True):
         colour = ALARM_COLOUR if row.lost else CHALLENGER_COLOUR
-        low, middle, high = (100 * (value - 1) for value in (row.low, row.ratio, row.high))
+        low, middle, high = (min(100 * (value - 1), _WIDEST) for value in (row.low, row.ratio, row.high))
         axes.plot([low, high], [place, place], color=colour)
         axes.plot(middle, place, "o", color=colour, markerfacecolor=colour if row.judged else "white")
     axes.axvline(0, color=CHAMPION_COLOUR, linewidth=0.8)
@@ -199,7 +202,7 @@ def _headline(facts: Facts) -> str:
     reasons = "\n".join(f"- {_safe(reason)}" for reason in facts.reasons)
     return (
         f"# {_safe(facts.name)}: tau {gain.champion_tau:.2f} to {gain.challenger_tau:.2f} "
-        f"({_percent(gain.ratio)}, {gain.confidence:.0%} interval {_percent(gain.low)} to {_percent(gain.high)})\n\n"
+        f"({_percent(gain.ratio)}, {gain.confidence:.0%} interval {_interval(gain.low, gain.high)})\n\n"
         f"**{words[facts.decision]}**, compared with {against} on {gain.num_conversations} held-out conversations "
         f"({gain.num_tokens} tokens) it never trained on.\n\n{reasons}"
     ).rstrip()
@@ -229,8 +232,7 @@ def _gains(facts: Facts) -> str:
 def _row(
     name: str, before: float, after: float, ratio: float, low: float, high: float, number: int, *, note: str
 ) -> str:
-    interval = f"{_percent(low)} to {_percent(high)}"
-    return f"| {name} | {before:.3f} | {after:.3f} | {_percent(ratio)} | {interval} | {number} | {note} |"
+    return f"| {name} | {before:.3f} | {after:.3f} | {_percent(ratio)} | {_interval(low, high)} | {number} | {note} |"
 
 
 def _training_data(facts: Facts) -> str:
@@ -280,6 +282,10 @@ def _undo(facts: Facts) -> str:
         "The agents follow within one poll. They take it back by themselves, and move the alias, when live acceptance "
         "falls below what is promised here."
     )
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{_percent(low)} to {_percent(high)}" if high < _UNKNOWN else "not known"
 
 
 def _percent(ratio: float) -> str:

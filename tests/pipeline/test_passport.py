@@ -164,3 +164,10 @@ def test_pictures_without_data_are_left_out() -> None:
 
 def test_a_slice_named_like_mathematics_is_drawn_as_text() -> None:
     assert size_of(slice_plot([replace(SLICES[0], name="$\\frac$ 50% $")]))[0] == 720
+
+
+def test_an_interval_about_which_nothing_is_known_says_so() -> None:
+    unknown = replace(SLICES[2], low=0.0, high=1e9)
+    text = card(replace(FACTS, gain=replace(FACTS.gain, slices=(unknown,))))
+    assert "| rare | 2.000 | 2.000 | +0.0% | not known | 2 | too few to judge |" in text
+    assert size_of(slice_plot([unknown]))[0] == 720
