@@ -109,8 +109,10 @@ class _Ranks:
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self.rank: int = accelerator.process_index
-        self.world_size: int = accelerator.num_processes
+        # Asked of torch, not of Accelerate: with DeepSpeed on CPU Accelerate calls every rank the first of one.
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.rank: int = torch.distributed.get_rank() if ranks else 0
+        self.world_size: int = torch.distributed.get_world_size() if ranks else 1
         self.device: torch.device = accelerator.device
 
     def sum(self, values: list[float]) -> list[float]:
@@ -122,7 +124,8 @@ class _Ranks:
         return result
 
     def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
+        if self.world_size > 1:
+            torch.distributed.barrier()
 
 
 class PlainEngine(_Ranks):
@@ -190,7 +193,6 @@ class DeepSpeedEngine(_Ranks):
         skip_cpu_compile()
         # Accelerator(cpu=True) would drop DeepSpeed without a word: DS_ACCELERATOR=cpu in the environment chooses.
         super().__init__(Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings)))
-        self._bad = torch.zeros((), device=self.device)
         self._square = torch.zeros((), device=self.device)
         optimizer = _optimizer(objective.to(self.device), config, fused=False)
         self._wrapped, self._optimizer = self.accelerator.prepare(objective, optimizer)
