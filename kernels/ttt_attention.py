@@ -43,9 +43,7 @@ def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor
     scores = torch.einsum("btkgd,bskd->bkgts", grouped, keys[0].float()) * scale
     causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~causal, float("-inf"))
-    columns = [
-        torch.einsum("btkgd,btkd->bkgt", grouped, key.float()).unsqueeze(-1) * scale for key in keys[1:]
-    ]
+    columns = [torch.einsum("btkgd,btkd->bkgt", grouped, key.float()).unsqueeze(-1) * scale for key in keys[1:]]
     weights = torch.cat([scores, *columns], dim=-1).softmax(-1)
     out = torch.einsum("bkgts,bskd->btkgd", weights[..., :length], values[0].float())
     for index, value in enumerate(values[1:]):
@@ -79,7 +77,9 @@ class _PackedAttention(torch.autograd.Function):
     """Probabilities are kept; backward is the softmax's own, one document at a time, own keys elementwise."""
 
     @staticmethod
-    def forward(ctx: Any, lengths: list[int], rows: list[int], depth: int, query: Tensor, *key_values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, lengths: list[int], rows: list[int], depth: int, query: Tensor, *key_values: Tensor
+    ) -> Tensor:
         keys, values = key_values[: depth + 1], key_values[depth + 1 :]
         total, heads, size = query.shape
         kv_heads = keys[0].shape[1]

@@ -1,1 +1,1 @@
-"""Drafters and their training: torch, Accelerate, DeepSpeed. Knows snapshots and configs, not logs, registries or engines."""
+"""Drafters and their training: torch, Accelerate, DeepSpeed. Knows snapshots and configs, not logs or engines."""

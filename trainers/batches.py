@@ -99,7 +99,7 @@ class Batch(NamedTuple):
 
 
 def supervision(count: int, choice_kept: Tensor, steps: int, decay: float) -> Tensor:
-    """Weights [steps, count] of one document: decay^t where anchor r-t exists and the teacher's choice can be proposed."""
+    """Weights [steps, count]: decay^t where anchor r-t exists and the teacher's choice can be proposed."""
     teacher_row = torch.arange(count, device=choice_kept.device)
     depth = torch.arange(steps, device=choice_kept.device).unsqueeze(1)
     return ((teacher_row >= depth) & choice_kept) * (decay ** depth.float())
@@ -121,9 +121,8 @@ def collate(
         return Batch(nothing, none, none, none, none, none, nothing, nothing, [], [], [])
     lengths = [document.num_positions for document in documents]
     rows = [document.num_anchors for document in documents]
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    anchors = [torch.arange(document.first, document.num_positions) for document in documents]
     deeper: list[Tensor] = []
     for document in documents:
         padded = torch.cat([document.token_ids, document.token_ids.new_zeros(steps)])
@@ -133,16 +132,16 @@ def collate(
         taps=torch.cat([feature.taps for feature in features]).to(device),
         next_ids=torch.cat([document.token_ids[1:-1] for document in documents]).to(device),
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        anchors=torch.cat(
-            [torch.arange(document.first, length) + start for document, length, start in zip(documents, lengths, starts)]
-        ).to(device),
-        anchor_positions=torch.cat(
-            [torch.arange(document.first, length) for document, length in zip(documents, lengths)]
-        ).to(device),
+        anchors=torch.cat([local + start for local, start in zip(anchors, starts, strict=True)]).to(device),
+        anchor_positions=torch.cat(anchors).to(device),
         deeper_ids=torch.cat(deeper, dim=1).to(device),
         teacher=torch.cat([feature.teacher for feature in features]).to(device),
         weight=torch.cat(
-            [supervision(count, t2d[feature.choice], steps, decay) for count, feature in zip(rows, features)], dim=1
+            [
+                supervision(count, t2d[feature.choice], steps, decay)
+                for count, feature in zip(rows, features, strict=True)
+            ],
+            dim=1,
         ).to(device),
         lengths=lengths,
         rows=rows,

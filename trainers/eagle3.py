@@ -1,4 +1,4 @@
-"""EAGLE-3 drafter (arXiv 2503.01840): one Llama-type layer over the target's fused features and the next token's embedding.
+"""EAGLE-3 drafter (arXiv 2503.01840): one Llama-type layer over fused target features and the next token's embedding.
 
 Position i pairs the features of token i with the embedding of token i+1 and proposes token i+2.
 Shapes: B sequences, T positions, H hidden, Q query heads, K key/value heads, D head size.

@@ -84,7 +84,8 @@ def read_deepspeed(path: Path, config: TrainConfig) -> dict[str, Any]:
         )
     if values.get("zero_optimization", {}).get("stage", 0) > 2:
         raise ConfigError(
-            f"{path}: zero_optimization.stage = 3", mend="use stage 1 or 2: a drafter is small, the target is not wrapped"
+            f"{path}: zero_optimization.stage = 3",
+            mend="use stage 1 or 2: a drafter is small, the target is not wrapped",
         )
     for key in ("optimizer", "scheduler"):
         if key in values:

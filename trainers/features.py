@@ -47,12 +47,11 @@ class FeatureStore:
     def _fill_batch(self, target: Target, chosen: Sequence[int], width: int) -> None:
         device = target.embedding.device
         ids = torch.zeros(len(chosen), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
         for row, index in enumerate(chosen):
             tokens = self._documents[index].token_ids
             ids[row, : len(tokens)] = tokens
-            mask[row, : len(tokens)] = 1
-        taps, last = target.features(ids.to(device), mask.to(device))
+        # No mask: padding is on the right and attention is causal, so no token of a document ever sees it.
+        taps, last = target.features(ids.to(device))
         for row, index in enumerate(chosen):
             document, (own_taps, own_teacher, own_choice) = self._documents[index], self[index]
             own_taps.copy_(taps[row, : document.num_positions])

@@ -12,13 +12,14 @@ from draftloop.pipeline.errors import ConfigError
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's default {2, L//2, L-3}; for a shallow target the nearest distinct layers. Raises ConfigError under 3 layers."""
+    """EAGLE-3's {2, L//2, L-3}; for a shallow target the nearest distinct layers. Raises ConfigError under 3."""
     wanted = (2, num_layers // 2, num_layers - 3)
     if 0 < wanted[0] < wanted[1] < wanted[2]:
         return wanted
     if num_layers < 3:
         raise ConfigError(
-            f"a target of {num_layers} layers has no three distinct tap layers", mend="set train.tap_layers, e.g. [0, 1]"
+            f"a target of {num_layers} layers has no three distinct tap layers",
+            mend="set train.tap_layers, e.g. [0, 1]",
         )
     return (num_layers - 3, num_layers - 2, num_layers - 1)
 

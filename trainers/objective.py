@@ -18,7 +18,9 @@ from draftloop.trainers.unroll import unroll_rows
 class Objective(nn.Module):
     """Weighted sum of soft-target cross-entropies of a batch; the caller divides by the global sum of weights."""
 
-    def __init__(self, model: Eagle3, embedding: Tensor, teacher_head: Tensor, *, steps: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Eagle3, embedding: Tensor, teacher_head: Tensor, *, steps: int, dtype: torch.dtype
+    ) -> None:
         """embedding [V, H] and teacher_head [D, H] belong to the frozen target; dtype: of the matrix products."""
         super().__init__()
         self.model = model
@@ -28,7 +30,7 @@ class Objective(nn.Module):
         self._frozen = (embedding, teacher_head.to(dtype).contiguous())
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum over supervised (depth, anchor) of weight * CE, fp32 scalar; an exact 0 with zero gradients if there are none."""
+        """Sum over supervised (depth, anchor) of weight * CE, fp32 scalar; an exact 0 if there are none."""
         kept = batch.weight.sum(0).nonzero().squeeze(-1) if not batch.is_empty else batch.anchors
         if not len(kept):
             touched = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]

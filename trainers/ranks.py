@@ -20,7 +20,7 @@ from draftloop.trainers.train import TrainJob, TrainResult
 
 
 def run_ranks(job: TrainJob, on_progress: Callable[[TrainProgress], None] | None) -> TrainResult:
-    """Start config.num_processes ranks, follow them, return their result. Raises what a rank raised, or TrainingError."""
+    """Start config.num_processes ranks and follow them to their result. Raises a rank's error, or TrainingError."""
     state = job.state
     state.mkdir(parents=True, exist_ok=True)
     for name in ("result.json", "error.json", "progress.jsonl"):
@@ -65,9 +65,7 @@ def _rank_environment(job: TrainJob) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def _follow(
-    process: subprocess.Popen[bytes], lines: Path, on_progress: Callable[[TrainProgress], None] | None
-) -> None:
+def _follow(process: subprocess.Popen[bytes], lines: Path, on_progress: Callable[[TrainProgress], None] | None) -> None:
     """Hand on every complete progress line until the process ends."""
     read = 0
     while True:

@@ -1,4 +1,4 @@
-"""The training loop over one engine: batches in, steps out; held-out tau, saved states, and no step on a bad gradient."""
+"""The training loop over one engine: held-out tau, saved states, and no step on a bad gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from draftloop.pipeline.errors import NonFiniteError
 from draftloop.trainers.batches import Batch, Document, collate
@@ -94,18 +93,15 @@ class Run:
     def _step(self, step: int, rate: float) -> tuple[float, int]:
         """One optimizer step; (mean loss, supervised tokens), both over all ranks."""
         batch = self.batch(step)
-        weight, tokens, empty = self.engine.sum(
-            [float(batch.weight.sum()), float((batch.weight[:1] > 0).sum()), float(batch.is_empty)]
-        )
-        del empty
+        weight, tokens = self.engine.sum([float(batch.weight.sum()), float((batch.weight[:1] > 0).sum())])
         total = self.engine.loss(batch)
         # Every rank divides by the global weight; the engine averages over ranks, so the mean is undone here.
         norm = self.engine.backward(total * (self.engine.world_size / max(weight, 1e-9)))
         (loss,) = self.engine.sum([float(total.detach())])
         if not (torch.isfinite(torch.tensor([loss, norm])).all()):
             raise NonFiniteError(
-                f"step {step + 1} of {self.plan.num_steps}, rank {self.engine.rank}: loss {loss}, gradient norm {norm}; "
-                f"the optimizer did not move; records: {', '.join(self._suspects(step))}",
+                f"step {step + 1} of {self.plan.num_steps}, rank {self.engine.rank}: loss {loss}, "
+                f"gradient norm {norm}; the optimizer did not move; records: {', '.join(self._suspects(step))}",
                 mend="look at these records, or lower the learning rate; the last complete state is intact",
             )
         if weight > 0:  # nothing to learn anywhere: a step would only decay the moments
@@ -167,5 +163,3 @@ def _groups(side: Documents, budget: int) -> list[list[int]]:
         groups[-1].append(index)
         size += positions
     return groups
-
-

@@ -16,9 +16,9 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def prepare_smollm2(folder: Path) -> Path:
-    """Write the package's GGUF file once as bf16 safetensors with tokenizer and chat template; return folder/NAME.
+    """Write the package's GGUF once as bf16 safetensors with tokenizer and chat template; return folder/NAME.
 
-    A later call finds it there. Written beside, then renamed: a kill leaves nothing half done. Raises ModelNotFoundError.
+    A later call finds it there. Written beside, then renamed: whole or not there. Raises ModelNotFoundError.
     """
     final = folder / NAME
     if (final / "config.json").is_file():

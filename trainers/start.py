@@ -35,7 +35,7 @@ def eagle3_config(target: Target, draft_vocab_size: int) -> Eagle3Config:
 
 
 def first_drafter(target: Target, outputs: Sequence[Sequence[int]], config: TrainConfig) -> Eagle3:
-    """A new drafter: vocabulary from the outputs' token counts, head and final norm from the target. Raises ConfigError."""
+    """A new drafter: vocabulary from the outputs' counts, head and final norm from the target. Raises ConfigError."""
     fingerprint = target.fingerprint
     counts = count_output_tokens(outputs, fingerprint.padded_vocab_size)
     size = min(config.draft_vocab_size, fingerprint.vocab_size)

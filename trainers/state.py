@@ -60,7 +60,7 @@ def load_state(state: Path, engine: TrainEngine, *, identity: str) -> Progress |
         if manifest[key] != value:
             raise CheckpointError(
                 f"training state {folder} has {key} {manifest[key]!r}, this run {value!r}",
-                mend="continue with the settings, data and number of processes it was started with, or remove the folder",
+                mend="continue with the settings, data and ranks it was started with, or remove the folder",
             )
     engine.load(folder)
     values = json.loads((folder / _PROGRESS).read_text())

@@ -37,7 +37,9 @@ class Target:
         self.folder = folder  # the path or hub id it came from
 
     @classmethod
-    def load(cls, path_or_id: str | Path, *, dtype: str = "bfloat16", tap_layers: tuple[int, ...] | None = None) -> Target:
+    def load(
+        cls, path_or_id: str | Path, *, dtype: str = "bfloat16", tap_layers: tuple[int, ...] | None = None
+    ) -> Target:
         """Load from a local folder or a hub id. Raises ModelNotFoundError, ConfigError (tap layers)."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +50,7 @@ class Target:
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(
                 f"no target at {name!r}: {str(error).splitlines()[0]}",
-                mend="give a folder with config.json, safetensors and a tokenizer, or a hub id that this machine can reach",
+                mend="give a folder with config.json, safetensors and a tokenizer, or a hub id within reach",
             ) from error
         return cls.of(model, tokenizer, folder=name, dtype=dtype, tap_layers=tap_layers)
 
@@ -86,7 +88,9 @@ class Target:
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Features:
         """Features of right-padded sequences. input_ids, attention_mask: int64 [B, T]."""
-        out = self.model.model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
+        out = self.model.model(
+            input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
+        )
         taps = torch.stack([out.hidden_states[tap] for tap in self.fingerprint.tap_layers], dim=2)
         return Features(taps, out.last_hidden_state)
 

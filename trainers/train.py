@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -137,7 +137,7 @@ def _prepare(
     target: Target,
     engine: TrainEngine,
     objective: Objective,
-    rows: tuple[list[TokenRow], list[TokenRow]],
+    rows: tuple[Sequence[TokenRow], Sequence[TokenRow]],
     identity: str,
 ) -> Run:
     """Features of this rank's share of both sides, and the run over them."""
@@ -194,7 +194,9 @@ def _already_there(job: TrainJob, target: Target, identity: str) -> TrainResult:
     drafter = open_drafter(job.output, fingerprint=target.fingerprint)
     facts = drafter.manifest.training
     if facts.get("identity") != identity:
-        raise CheckpointError(f"{job.output} already holds the drafter of another job", mend="choose another output folder")
+        raise CheckpointError(
+            f"{job.output} already holds the drafter of another job", mend="choose another output folder"
+        )
     seconds, tokens = float(facts["seconds"]), int(facts["num_tokens"])
     return TrainResult(
         folder=job.output,
@@ -214,7 +216,7 @@ def launch(
     target: Target | None = None,
     on_progress: Callable[[TrainProgress], None] | None = None,
 ) -> TrainResult:
-    """`train` here, or on ranks under torchrun where config.launcher says so. Same result, same errors, and TrainingError."""
+    """`train` here, or on ranks under torchrun where config.launcher says so; same result, same errors."""
     if job.config.launcher == "torchrun":
         from draftloop.trainers.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which target tokens a drafter may propose. Fixed for as long as drafters descend from each other."""
+"""The draft vocabulary: which target tokens a drafter may propose. A parent's is its descendants'."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def count_output_tokens(outputs: Iterable[Sequence[int]], vocab_size: int) -> Te
     return counts
 
 
-def choose_draft_tokens(counts: Tensor, size: int, *, always: Iterable[int] = (), vocab_size: int | None = None) -> Tensor:
+def choose_draft_tokens(
+    counts: Tensor, size: int, *, always: Iterable[int] = (), vocab_size: int | None = None
+) -> Tensor:
     """The `size` tokens to keep, strictly increasing target ids, int64 [size].
 
     First `always` (end-of-sequence tokens), then the most frequent (ties: lower id), then the lowest unused ids.

@@ -1,4 +1,4 @@
-"""Every fast training kernel equals its plain reference: values in fp32, gradients in float64 where autograd decides."""
+"""Every fast training kernel equals its plain reference, in values and in gradients."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def tiny_snapshot(tiny_target: Any) -> TinySnapshot:
     return TinySnapshot(tiny_target.fingerprint, rows[:10], rows[10:])
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_job(tmp_path: Path) -> Callable[..., TrainJob]:
     """A job into tmp_path; keyword arguments change the settings or, where the job has that field, the job."""
 

@@ -19,7 +19,7 @@ from draftloop.trainers.eagle3 import Eagle3
 from draftloop.trainers.start import eagle3_config, first_drafter
 
 
-@pytest.fixture()
+@pytest.fixture
 def model(tiny_target: Any) -> Eagle3:
     """64 of 131 tokens, target id 120 among them."""
     torch.manual_seed(0)

@@ -43,9 +43,7 @@ def _objective(target: Any, snapshot: Any, dtype: torch.dtype = torch.float32) -
 
 def _batch(target: Any, objective: Objective, documents: list[Document]) -> Batch:
     features = _features(target, documents)
-    return collate(
-        documents, features, objective.model.t2d, steps=STEPS, decay=0.8, device=torch.device("cpu")
-    )
+    return collate(documents, features, objective.model.t2d, steps=STEPS, decay=0.8, device=torch.device("cpu"))
 
 
 def _gradients(objective: Objective, loss: Tensor) -> dict[str, Tensor]:
@@ -132,9 +130,7 @@ def test_teacher_forced_proposals_equal_drafting_with_a_cache_while_drafts_are_a
         keys, values = first.key, first.value
         query, residual, position = first.query[:, -1:], hidden[:, -1:], anchor
         for depth in range(STEPS):
-            scores = torch.einsum(
-                "bqhd,bkhd->bhqk", query, keys.repeat_interleave(2, dim=2)
-            ) * config.head_dim**-0.5
+            scores = torch.einsum("bqhd,bkhd->bhqk", query, keys.repeat_interleave(2, dim=2)) * config.head_dim**-0.5
             attended = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values.repeat_interleave(2, dim=2))
             residual = model.finish(attended, residual)
             draft = model.to_target_ids(model.logits(residual[0, 0]).argmax(-1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +40,7 @@ def test_the_rate_warms_up_once_peaks_and_ends_at_the_floor() -> None:
     rates = [learning_rate(step, 100, config, warm=False) for step in range(101)]
     assert rates[:10] == [(step + 1) / 11 for step in range(10)]
     assert rates[10] == 1.0
-    assert all(later <= earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
     assert abs(rates[100] - 0.05) < 1e-12
 
 

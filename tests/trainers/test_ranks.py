@@ -43,7 +43,7 @@ def test_a_deepspeed_file_that_would_be_ignored_in_part_is_refused(
         read_deepspeed(tmp_path / "ds.json", TrainConfig())
 
 
-@pytest.fixture()
+@pytest.fixture
 def job(tiny_target: Any, tiny_snapshot: Any, tmp_path: Path) -> TrainJob:
     """The tiny target and snapshot on disk, as ranks need them."""
     folder = tmp_path / "target"

@@ -60,7 +60,9 @@ def test_features_of_a_row_do_not_depend_on_its_neighbours_or_on_a_second_call(t
         torch.testing.assert_close(together.last[index, : len(row)], alone.last[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("num_layers", "expected"), [(36, (2, 18, 33)), (4, (1, 2, 3)), (5, (2, 3, 4)), (6, (3, 4, 5))])
+@pytest.mark.parametrize(
+    ("num_layers", "expected"), [(36, (2, 18, 33)), (4, (1, 2, 3)), (5, (2, 3, 4)), (6, (3, 4, 5))]
+)
 def test_default_tap_layers_are_distinct_and_inside_the_target(num_layers: int, expected: tuple[int, ...]) -> None:
     assert default_tap_layers(num_layers) == expected
     assert check_tap_layers(expected, num_layers) == expected

@@ -29,7 +29,7 @@ from draftloop.trainers.train import TrainJob, TrainProgress, launch, train
 MakeJob = Callable[..., TrainJob]
 
 
-class _Stop(Exception):
+class _StopError(Exception):
     """Ends a run from its progress callback, as a kill would."""
 
 
@@ -37,7 +37,7 @@ def _stop_at(step: int, rates: list[float]) -> Callable[[TrainProgress], None]:
     def seen(progress: TrainProgress) -> None:
         rates.append(progress.lr)
         if progress.step == step:
-            raise _Stop
+            raise _StopError
 
     return seen
 
@@ -88,7 +88,7 @@ def test_stopped_and_resumed_equals_straight_in_rates_and_every_bit(
     )
     assert straight.num_steps >= 10
     job, rates = make_job(**settings), []
-    with pytest.raises(_Stop):
+    with pytest.raises(_StopError):
         train(job, target=tiny_target, snapshot=tiny_snapshot, on_progress=_stop_at(5, rates))
     (state,) = complete_states(job.state)
     moments = load_file(state / "moments.safetensors")
@@ -107,7 +107,7 @@ def test_a_kill_while_saving_leaves_the_state_before_it(
     tiny_target: Any, tiny_snapshot: Any, make_job: MakeJob
 ) -> None:
     job = make_job(epochs=2, checkpoint_every_steps=2)
-    with pytest.raises(_Stop):
+    with pytest.raises(_StopError):
         train(job, target=tiny_target, snapshot=tiny_snapshot, on_progress=_stop_at(5, []))
     newest = complete_states(job.state)[-1]
     # As if killed between the weights and the rest: a later folder under a temporary name, and one without a marker.
@@ -125,7 +125,7 @@ def test_a_kill_while_saving_leaves_the_state_before_it(
 
 def test_a_state_of_other_settings_or_ranks_is_refused(tiny_target: Any, tiny_snapshot: Any, make_job: MakeJob) -> None:
     job = make_job(checkpoint_every_steps=2)
-    with pytest.raises(_Stop):
+    with pytest.raises(_StopError):
         train(job, target=tiny_target, snapshot=tiny_snapshot, on_progress=_stop_at(3, []))
     with pytest.raises(CheckpointError, match="identity"):
         train(make_job(checkpoint_every_steps=2, seed=9), target=tiny_target, snapshot=tiny_snapshot)

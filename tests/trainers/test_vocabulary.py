@@ -47,6 +47,6 @@ def test_any_counts_give_a_full_strictly_increasing_map(outputs: list[list[int]]
     tokens = choose_draft_tokens(count_output_tokens(outputs, 50), size, always=[always])
     assert tokens.shape == (size,)
     assert (tokens.diff() > 0).all()
-    assert 0 <= tokens[0]
+    assert tokens[0] >= 0
     assert tokens[-1] < 50
     assert always in tokens
