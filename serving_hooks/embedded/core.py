@@ -38,10 +38,13 @@ class BatchCore:
         self._stop_ids = target.eos_ids
         # A step's rows are padded to one width, so a short request may write past its own end.
         self._num_rows = config.max_sequence + config.num_speculative_tokens + 2
-        self._target = TargetRunner(target, config.max_batch, self._num_rows)
+        self._target = TargetRunner(
+            target, config.max_batch, self._num_rows, pack_weights=config.pack_weights
+        )
         taps = (len(target.fingerprint.tap_layers), target.fingerprint.hidden_size)
-        # Features of every processed token stay, so that a drafter can be loaded while requests run.
-        self.taps = torch.empty(
+        # Features of every processed token stay, so that a drafter can be loaded while requests run. Zeros, not fresh
+        # memory: padding rows are computed too, and a NaN there would reach the drafter's cache.
+        self.taps = torch.zeros(
             (config.max_batch, self._num_rows, *taps), dtype=self._target.dtype, device=self._target.device
         )
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftloop.pipeline.errors import ConfigError
+from draftloop.serving_hooks.embedded.packed import PackedLinears
 from draftloop.trainers.target import Target
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -28,12 +29,15 @@ class Processed(NamedTuple):
 
 
 class SlotCache:
-    """Keys and values of one layer stack: [layers, slots, rows, K, D]. Memory is touched as it is used."""
+    """Keys and values of one layer stack: [layers, slots, rows, K, D].
+
+    Zeros at first: a hidden row has weight 0 in attention, and 0 times what was left in fresh memory may be NaN.
+    """
 
     def __init__(self, num_layers: int, num_slots: int, num_rows: int, heads: tuple[int, int], like: Tensor) -> None:
         shape = (num_layers, num_slots, num_rows, *heads)
-        self.keys = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` rows of a slot over another one."""
@@ -84,7 +88,7 @@ def write_rows(store: Tensor, rows: Tensor, new: Tensor) -> None:
 class TargetRunner:
     """A target with slots. Raises ConfigError for an architecture whose attention this is not."""
 
-    def __init__(self, target: Target, num_slots: int, num_rows: int) -> None:
+    def __init__(self, target: Target, num_slots: int, num_rows: int, *, pack_weights: bool = False) -> None:
         config = target.model.config
         _check_supported(config)
         self.target = target
@@ -96,6 +100,11 @@ class TargetRunner:
         self._tap_set = frozenset(target.fingerprint.tap_layers)
         self.dtype: torch.dtype = target.embedding.dtype
         self.device = target.embedding.device
+        self._linear = PackedLinears(enabled=pack_weights)
+        for layer in target.model.model.layers:
+            for module in (*_projections(layer.self_attn), *_projections(layer.mlp)):
+                self._linear.add(module)
+        self._linear.add(target.model.get_output_embeddings())
         heads = (self._heads, self._size)
         self.cache = SlotCache(config.num_hidden_layers, num_slots, num_rows, heads, target.embedding)
 
@@ -114,18 +123,23 @@ class TargetRunner:
             if index in self._tap_set:
                 taps.append(x)
             x = x + self._attention(layer.self_attn, index, layer.input_layernorm(x), (cos, sin), span)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = x + self._mlp(layer.mlp, layer.post_attention_layernorm(x))
         return Processed(torch.stack(taps, dim=2), body.norm(x))
 
     def logits(self, last: Tensor) -> Tensor:
         """Next-token logits of last [..., H] -> [..., V]."""
-        logits: Tensor = self.target.model.lm_head(last)
-        return logits
+        return self._linear(self.target.model.get_output_embeddings(), last)
+
+    def _mlp(self, module: Any, x: Tensor) -> Tensor:
+        linear = self._linear
+        gate: Tensor = module.act_fn(linear(module.gate_proj, x))
+        return linear(module.down_proj, gate * linear(module.up_proj, x))
 
     def _attention(self, module: Any, index: int, x: Tensor, rotation: tuple[Tensor, Tensor], span: Span) -> Tensor:
         shape = (*x.shape[:2], -1, self._size)
-        query, key = module.q_proj(x).view(shape), module.k_proj(x).view(shape)
-        value = module.v_proj(x).view(shape)
+        linear = self._linear
+        query, key = linear(module.q_proj, x).view(shape), linear(module.k_proj, x).view(shape)
+        value = linear(module.v_proj, x).view(shape)
         if hasattr(module, "q_norm"):  # Qwen3: one norm a head
             query, key = module.q_norm(query), module.k_norm(key)
         query, key = _rotate(query, *rotation), _rotate(key, *rotation)
@@ -133,8 +147,11 @@ class TargetRunner:
         write_rows(keys, span.rows, key)
         write_rows(values, span.rows, value)
         seen = attend(query, keys[span.slots, : span.visible], values[span.slots, : span.visible], span.mask)
-        projected: Tensor = module.o_proj(seen.flatten(2))
-        return projected
+        return linear(module.o_proj, seen.flatten(2))
+
+
+def _projections(module: Any) -> list[nn.Module]:
+    return [child for child in module.children() if isinstance(child, nn.Linear)]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -256,3 +256,36 @@ def test_an_architecture_with_other_attention_is_refused() -> None:
     target: Any = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="gpt2")))
     with pytest.raises(ConfigError, match="'gpt2'"):
         TargetRunner(target, num_slots=1, num_rows=4)
+
+
+def test_packed_weights_give_the_logits_of_the_modules_themselves() -> None:
+    from draftloop.serving_hooks.embedded.packed import PackedLinears
+
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
+    wide = torch.nn.Linear(64, 96).requires_grad_(False)
+    packed = PackedLinears(enabled=True)
+    packed.add(module)
+    packed.add(wide)  # fp32 stays as it is
+    assert packed.num_packed in (0, 1)
+    x = torch.randn(5, 7, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(packed(module, x), module(x))
+    torch.testing.assert_close(packed(wide, x.float()), wide(x.float()), rtol=0, atol=0)
+    assert PackedLinears(enabled=False).num_packed == 0
+
+
+def test_rows_that_nobody_wrote_reach_no_output(
+    tiny_target: Any, prompts: Prompts, plain: Prompts, trained_drafter: Any, publish: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Fresh memory may hold NaN: stores must not be made of it, or a hidden row of weight 0 spoils the sum."""
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **settings: Any) -> Any:
+        made = empty(*shape, **settings)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    done, counters = run(tiny_target, requests_of(prompts), publish("trained", trained_drafter), max_batch=8)
+    assert [each.output_ids for each in done] == plain
+    assert counters.tau > 1.5
