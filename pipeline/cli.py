@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from draftloop.pipeline.errors import DraftloopError, GateRefusedError
@@ -33,26 +32,13 @@ TargetOption = Annotated[
 
 def main() -> None:
     """Entry point: errors of ours become a message with the mend and DESIGN's exit codes."""
-    wants_json = "--json" in sys.argv
     try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        code = stop.exit_code
-    except click.exceptions.Abort:
-        print("stopped", file=sys.stderr)
-        code = 130
-    except click.ClickException as error:
-        error.show()
-        code = 2
+        app()
     except DraftloopError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if wants_json:
+        if "--json" in sys.argv:
             print(json.dumps({"error": {"class": type(error).__name__, "message": error.message, "mend": error.mend}}))
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("stopped; start the same command again and it goes on where it was", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+        sys.exit(error.exit_code)
 
 
 def _workspace(files: list[Path] | None, overrides: list[str] | None, *, target: str | None = None) -> Workspace:
@@ -173,7 +159,8 @@ def rollback(
     from draftloop.pipeline.status import version_before
 
     if version is not None and "=" in version:
-        version, overrides = None, [version, *(overrides or [])]
+        overrides = [version, *(overrides or [])]
+        version = None
     registry = _workspace(config, overrides).open_registry()
     champion = registry.set_champion(version or version_before(registry), by=by, reason=reason)
     _answer({"champion": champion.version}, json_out, f"champion is again version {champion.version}")

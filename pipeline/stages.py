@@ -13,7 +13,7 @@ from draftloop.pipeline import artifact
 from draftloop.pipeline.data.curate import Window, curate, publish_curated
 from draftloop.pipeline.data.snapshot import Snapshot, open_snapshot
 from draftloop.pipeline.errors import CheckpointError
-from draftloop.pipeline.registry.registry import Candidate, Registry, Version, fetch_once
+from draftloop.pipeline.registry.registry import Registry, Version, fetch_once
 from draftloop.pipeline.stream.log import CaptureLog
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.workspace import Workspace
@@ -209,7 +209,7 @@ class LoopStages:
     def _register(self, context: JobContext, outputs: Outputs) -> dict[str, Any]:
         from draftloop.pipeline.registry.evidence import candidate
 
-        made: Candidate = candidate(
+        made = candidate(
             context.key,
             outputs,
             challenger=self.report(context.folder, "challenger"),

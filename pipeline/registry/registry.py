@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftloop.pipeline.errors import VersionNotFoundError
+from draftloop.pipeline import artifact
+from draftloop.pipeline.errors import CheckpointError, VersionNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Candidate:
 
 
 class Registry(Protocol):
-    """`register` is idempotent by job key. Candidates and champions are two registered models: writing one is not promoting."""
+    """`register` is idempotent by job key. Candidates and champions are two models: writing one is not promoting."""
 
     def register(self, candidate: Candidate) -> Version:
         """Store a candidate version; the same job key returns the version already there."""
@@ -51,7 +53,7 @@ class Registry(Protocol):
         """The candidate version of a job."""
 
     def promote(self, candidate_version: str, *, by: str, reason: str) -> Version:
-        """Copy a candidate into the champions and move the alias. Returns the champion version. Raises VersionNotFoundError."""
+        """Copy a candidate into the champions and move the alias to the copy. Raises VersionNotFoundError."""
 
     def champion(self) -> Version | None:
         """The version the alias names; None means: keep what is live."""
@@ -69,6 +71,16 @@ class Registry(Protocol):
         """The signed verdict stored with a champion version."""
 
 
+def fetch_once(registry: Registry, version: str, folder: Path) -> Path:
+    """A champion version's folder, downloaded and verified once. Raises CheckpointError, VersionNotFoundError."""
+    if not artifact.is_complete(folder):
+        with artifact.staging(folder) as draft:
+            registry.fetch(version, draft)
+            artifact.verify(draft, kind="drafter", error=CheckpointError)
+            os.rename(draft, folder)
+    return folder
+
+
 class MemoryRegistry:
     """The in-memory twin; drafter folders stay where they are and are copied by `fetch`."""
 
@@ -83,7 +95,11 @@ class MemoryRegistry:
         if existing is not None:
             return existing
         version = Version(
-            str(len(self._candidates) + 1), candidate.job_key, candidate.digest, candidate.description, dict(candidate.tags)
+            str(len(self._candidates) + 1),
+            candidate.job_key,
+            candidate.digest,
+            candidate.description,
+            dict(candidate.tags),
         )
         self._candidates.append((version, candidate))
         return version
@@ -96,7 +112,9 @@ class MemoryRegistry:
             if known.version == candidate_version:
                 break
         else:
-            raise VersionNotFoundError(f"no candidate version {candidate_version}", mend="list them with `draftloop status`")
+            raise VersionNotFoundError(
+                f"no candidate version {candidate_version}", mend="list them with `draftloop status`"
+            )
         champion = Version(
             str(len(self._champions) + 1), known.job_key, known.digest, known.description, dict(known.tags)
         )
