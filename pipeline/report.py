@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1d2733; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { font-weight: 600; } h2 { margin-top: 2.2rem; }
-table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .35rem .8rem; border-bottom: 1px solid #d9dfe5; text-align: right; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: .35rem .8rem; border-bottom: 1px solid #d9dfe5; text-align: right; }
 th:first-child, td:first-child { text-align: left; } img { max-width: 100%; }
 .yes { color: #1a7f37; } .no { color: #b42318; } code { background: #f2f4f7; padding: .1rem .3rem; }
 """

@@ -1,4 +1,4 @@
-"""A tiny random target for every test that needs one: 4 layers, odd vocabulary 131 padded to 136, no network, no files."""
+"""A tiny random target for every test that needs one: 4 layers, odd vocabulary 131 padded to 136, no network."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ class EngineClient(Protocol):
         """Stop between two steps; running requests keep their state."""
 
     def load_drafter(self, folder: Path | None, version: str | None) -> str:
-        """Replace the drafter's weights (None: no drafter). Returns the digest of the loaded tensors. Raises CheckpointError, SwapFailedError."""
+        """Replace the drafter's weights (None: no drafter); return the digest of the loaded tensors.
+
+        Raises CheckpointError, FingerprintMismatchError, SwapRefusedError, SwapFailedError.
+        """
 
     def resume(self) -> None: ...
 
@@ -44,7 +47,7 @@ class FakeEngine:
     version: str | None = None
     paused: bool = False
     calls: list[str] = field(default_factory=list)
-    _counters: SpecCounters = SpecCounters()
+    _counters: SpecCounters = field(default_factory=SpecCounters)
 
     def fingerprint(self) -> Fingerprint:
         return self.target

@@ -65,7 +65,8 @@ def partition_of(key: bytes, num_partitions: int) -> int:
 
 def unknown_topic(topic: str, known: Sequence[str]) -> InputError:
     """The one wording for a topic that is not there."""
-    return InputError(f"no topic {topic!r} in the log (it has: {', '.join(sorted(known)) or 'none'})", mend="create it first")
+    there = ", ".join(sorted(known)) or "none"
+    return InputError(f"no topic {topic!r} in the log (it has: {there})", mend="create it first")
 
 
 class MemoryLog:

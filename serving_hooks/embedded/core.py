@@ -38,9 +38,7 @@ class BatchCore:
         self._stop_ids = target.eos_ids
         # A step's rows are padded to one width, so a short request may write past its own end.
         self._num_rows = config.max_sequence + config.num_speculative_tokens + 2
-        self._target = TargetRunner(
-            target, config.max_batch, self._num_rows, pack_weights=config.pack_weights
-        )
+        self._target = TargetRunner(target, config.max_batch, self._num_rows, pack_weights=config.pack_weights)
         taps = (len(target.fingerprint.tap_layers), target.fingerprint.hidden_size)
         # Features of every processed token stay, so that a drafter can be loaded while requests run. Zeros, not fresh
         # memory: padding rows are computed too, and a NaN there would reach the drafter's cache.
@@ -129,9 +127,7 @@ class BatchCore:
 
     def _draft(self) -> list[list[int]]:
         """Drafts for every active request: never more than could still be emitted before the last token."""
-        counts = [
-            min(self.config.num_speculative_tokens, state.limit - state.num_output - 1) for state in self.active
-        ]
+        counts = [min(self.config.num_speculative_tokens, state.limit - state.num_output - 1) for state in self.active]
         if self.drafter:
             counts = [self.drafter.room(state, count) for state, count in zip(self.active, counts, strict=True)]
             if any(counts):

@@ -62,9 +62,7 @@ def _distribution(running: Sequence[Running], logits: Tensor) -> Tensor:
     )
 
 
-def _draw(
-    running: Sequence[Running], counts: Sequence[int], width: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _draw(running: Sequence[Running], counts: Sequence[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """One number a draft and one for the last token, from each request's own generator: batch mates change nothing."""
     uniforms = torch.ones(len(running), width, dtype=torch.float64)
     final = torch.empty(len(running), dtype=torch.float64)

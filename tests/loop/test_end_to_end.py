@@ -114,7 +114,7 @@ def site_at(folder: Path, target: Any) -> Site:
         engine,
         registry,
         workspace.staging,
-        check_verdict=lambda document, digest, fingerprint: check(document, key, digest=digest, fingerprint=fingerprint),
+        check_verdict=lambda document, digest, target: check(document, key, digest=digest, fingerprint=target),
         canary_prompts=[(5, 6, 7), (8, 9, 10, 11)],
         config=config.agent,
     )
@@ -175,7 +175,7 @@ def test_replay_equals_the_engines_own_counters_on_the_same_requests(site: Site)
     live = site.engine.counters().since(counted)
     assert result.details is not None
     drafter = open_drafter(Path(result.details["train"]["folder"]), fingerprint=site.stages.target.fingerprint)
-    rows = [Row(one.request_id, one.request_id, list(one.prompt_ids), list(one.output_ids), {}, 0.0, []) for one in done]
+    rows = [Row(x.request_id, x.request_id, list(x.prompt_ids), list(x.output_ids), {}, 0.0, []) for x in done]
     report = replay(site.stages.target, {"live": drafter}, rows, k=4, snapshot_id="live")["live"]
     assert (report.num_tokens, report.num_steps) == (live.num_emitted, live.num_steps)
 

@@ -71,9 +71,7 @@ def test_greedy_output_with_a_random_drafter_is_that_of_plain_decoding(
     depth: int,
 ) -> None:
     folder = publish("random", make_drafter(seed=1))
-    done, counters = run(
-        tiny_target, requests_of(prompts), folder, max_batch=max_batch, num_speculative_tokens=depth
-    )
+    done, counters = run(tiny_target, requests_of(prompts), folder, max_batch=max_batch, num_speculative_tokens=depth)
     assert [each.output_ids for each in done] == plain
     check_counts(done, counters)
     assert counters.num_drafted > 0

@@ -37,8 +37,13 @@ def test_every_allowed_completion_becomes_one_record_and_probes_none(
     folder: Path = publish("trained", trained_drafter)
     requests = [
         Request(
-            f"r{index}", prompt, Sampling(max_tokens=20, temperature=0.5), conversation_id=f"c{index}",
-            tenant="acme" if index % 2 else "nobody", subject=f"s{index}", slices={"language": "en"},
+            f"r{index}",
+            prompt,
+            Sampling(max_tokens=20, temperature=0.5),
+            conversation_id=f"c{index}",
+            tenant="acme" if index % 2 else "nobody",
+            subject=f"s{index}",
+            slices={"language": "en"},
         )
         for index, prompt in enumerate(prompts)
     ]

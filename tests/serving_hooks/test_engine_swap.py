@@ -88,9 +88,7 @@ def test_a_drafter_loaded_in_the_middle_drafts_as_if_it_had_been_there_from_the_
     assert sum(swapped.values()) > 0
 
 
-def _accepted_at(
-    target: Any, prompts: Prompts, folder: Path, *, swap_after: int | None
-) -> dict[tuple[int, int], int]:
+def _accepted_at(target: Any, prompts: Prompts, folder: Path, *, swap_after: int | None) -> dict[tuple[int, int], int]:
     """(prompt, output tokens there were) -> accepted drafts of the step, for the steps drafted by the drafter."""
     core = BatchCore(target, EngineConfig(max_sequence=160, floor="none"), lambda state: done.append(state))
     done: list[Any] = []
