@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,7 +60,7 @@ class Run:
     heldout: Documents
     plan: Plan
     state: Path
-    identity: str
+    identity: dict[str, Any]
     warm: bool
 
     def go(self, on_progress: Callable[[TrainProgress], None] | None = None) -> Progress:

@@ -9,6 +9,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from draftloop.pipeline.artifact import is_complete, publish, verify
 from draftloop.pipeline.errors import CheckpointError
@@ -19,7 +20,7 @@ _PROGRESS = "progress.json"
 KEEP = 2
 
 
-def save_state(state: Path, engine: TrainEngine, progress: Progress, *, identity: str) -> None:
+def save_state(state: Path, engine: TrainEngine, progress: Progress, *, identity: dict[str, Any]) -> None:
     """Write the state after `progress.step` steps beside, then marker, then rename; drop all but the newest two.
 
     Called on every rank. identity: what must be equal for the state to be continued (settings, data, target).
@@ -45,7 +46,7 @@ def complete_states(state: Path) -> list[Path]:
     return sorted(folder for folder in state.glob("step-*") if is_complete(folder))
 
 
-def load_state(state: Path, engine: TrainEngine, *, identity: str) -> Progress | None:
+def load_state(state: Path, engine: TrainEngine, *, identity: dict[str, Any]) -> Progress | None:
     """Continue from the newest complete state, or None where there is none. Raises CheckpointError.
 
     States of other settings, data or target are refused; so is another number of ranks or another engine.
@@ -55,11 +56,12 @@ def load_state(state: Path, engine: TrainEngine, *, identity: str) -> Progress |
         return None
     folder = found[-1]
     manifest = verify(folder, kind="training state", error=CheckpointError)
-    mine = {"identity": identity, "engine": engine.kind, "world_size": engine.world_size}
+    mine = {**identity, "engine": engine.kind, "world_size": engine.world_size}
+    saved = {**manifest["identity"], "engine": manifest["engine"], "world_size": manifest["world_size"]}
     for key, value in mine.items():
-        if manifest[key] != value:
+        if saved.get(key) != value:
             raise CheckpointError(
-                f"training state {folder} has {key} {manifest[key]!r}, this run {value!r}",
+                f"training state {folder} has {key} = {saved.get(key)!r}, this run {value!r}",
                 mend="continue with the settings, data and ranks it was started with, or remove the folder",
             )
     engine.load(folder)

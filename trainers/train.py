@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -138,7 +137,7 @@ def _prepare(
     engine: TrainEngine,
     objective: Objective,
     rows: tuple[Sequence[TokenRow], Sequence[TokenRow]],
-    identity: str,
+    identity: dict[str, Any],
 ) -> Run:
     """Features of this rank's share of both sides, and the run over them."""
     sides: list[Documents] = []
@@ -164,18 +163,22 @@ def _prepare(
     )
 
 
-def _identity(job: TrainJob, target: Target, snapshot: SnapshotView, parent: Drafter | None) -> str:
+# How a job is run, not what comes out of it.
+_NOT_IDENTITY = {"checkpoint_every_steps", "heldout_every_steps", "launcher", "num_processes", "deepspeed"}
+
+
+def _identity(job: TrainJob, target: Target, snapshot: SnapshotView, parent: Drafter | None) -> dict[str, Any]:
     """What must be equal for a saved state or a published folder to be this job's."""
-    parts = {
-        "config": job.config.model_dump(mode="json", exclude={"checkpoint_every_steps", "heldout_every_steps"}),
+    settings = job.config.model_dump(mode="json", exclude=_NOT_IDENTITY)
+    return {
+        **{f"train.{key}": value for key, value in settings.items()},
         "target": target.fingerprint.digest,
         "snapshot": snapshot.id,
         "parent": parent.digest if parent is not None else None,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _facts(job: TrainJob, target: Target, progress: Progress, identity: str) -> dict[str, Any]:
+def _facts(job: TrainJob, target: Target, progress: Progress, identity: dict[str, Any]) -> dict[str, Any]:
     return {
         "identity": identity,
         "target": job.target,
@@ -189,13 +192,15 @@ def _facts(job: TrainJob, target: Target, progress: Progress, identity: str) -> 
     }
 
 
-def _already_there(job: TrainJob, target: Target, identity: str) -> TrainResult:
+def _already_there(job: TrainJob, target: Target, identity: dict[str, Any]) -> TrainResult:
     """The result of the published folder. Raises CheckpointError if it is another job's."""
     drafter = open_drafter(job.output, fingerprint=target.fingerprint)
     facts = drafter.manifest.training
     if facts.get("identity") != identity:
+        other = [key for key, value in identity.items() if facts.get("identity", {}).get(key) != value]
         raise CheckpointError(
-            f"{job.output} already holds the drafter of another job", mend="choose another output folder"
+            f"{job.output} already holds the drafter of another job (other {', '.join(other)})",
+            mend="choose another output folder",
         )
     seconds, tokens = float(facts["seconds"]), int(facts["num_tokens"])
     return TrainResult(

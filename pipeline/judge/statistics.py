@@ -128,7 +128,8 @@ def bootstrap(
         expanded = _expanded_tail(tail, count)
         percentiles = np.exp(np.quantile(logs, [expanded, 1 - expanded])).tolist()
         student = _t_interval(paired, tail)
-        low, high = min(percentiles[0], student[0]), max(percentiles[1], student[1])
+        # The estimate itself too: without any spread, rounding alone could leave it just outside.
+        low, high = min(paired.ratio, percentiles[0], student[0]), max(paired.ratio, percentiles[1], student[1])
         detectable = minimum_detectable(paired.sd, count, confidence=confidence)
     return Comparison(
         ratio=paired.ratio,

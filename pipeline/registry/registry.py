@@ -108,13 +108,12 @@ class MemoryRegistry:
         return next((version for version, _ in self._candidates if version.job_key == job_key), None)
 
     def promote(self, candidate_version: str, *, by: str, reason: str) -> Version:
-        for known, candidate in self._candidates:
-            if known.version == candidate_version:
-                break
-        else:
+        found = next((pair for pair in self._candidates if pair[0].version == candidate_version), None)
+        if found is None:
             raise VersionNotFoundError(
                 f"no candidate version {candidate_version}", mend="list them with `draftloop status`"
             )
+        known, candidate = found
         champion = Version(
             str(len(self._champions) + 1), known.job_key, known.digest, known.description, dict(known.tags)
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftloop.kernels.ngram import propose_ngram
 from draftloop.pipeline.records import SpecCounters
 from draftloop.serving_hooks.embedded.eagle_runner import EagleRunner
+from draftloop.serving_hooks.embedded.packed import pack_in_place
 from draftloop.serving_hooks.embedded.running import Running
 from draftloop.serving_hooks.embedded.sampler import choose
 from draftloop.serving_hooks.embedded.target_runner import TargetRunner
@@ -54,7 +55,12 @@ class BatchCore:
         return bool(self.waiting or self.active)
 
     def make_runner(self, model: Eagle3) -> EagleRunner:
-        """A runner for another drafter, its cache rebuilt for all running requests. Changes nothing that serves."""
+        """A runner for another drafter, its cache rebuilt for all running requests. Changes nothing that serves.
+
+        The model becomes the runner's own: its linear modules may be replaced.
+        """
+        if self.config.pack_weights:
+            pack_in_place(model)
         runner = EagleRunner(model, self._target.target.embedding, self.config.max_batch, self._num_rows)
         with torch.inference_mode():
             for slot, state in enumerate(self.active):

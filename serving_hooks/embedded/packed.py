@@ -42,6 +42,29 @@ class PackedLinears:
         return product
 
 
+class _Packed(nn.Module):
+    """Stands in for one linear module of a model that is the engine's own."""
+
+    def __init__(self, linears: PackedLinears, module: nn.Linear) -> None:
+        super().__init__()
+        self.weight = module.weight
+        self._call = linears
+        self._linear = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._call(self._linear, x)
+
+
+def pack_in_place(model: nn.Module) -> None:
+    """Route every linear module of a model that nobody else holds through packed weights; names change with it."""
+    linears = PackedLinears(enabled=True)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                linears.add(child)
+                setattr(parent, name, _Packed(linears, child))
+
+
 def _available() -> bool:
     """Builds without oneDNN, and versions that renamed its operators, call the modules."""
     return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))

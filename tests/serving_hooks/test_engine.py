@@ -287,3 +287,16 @@ def test_rows_that_nobody_wrote_reach_no_output(
     done, counters = run(tiny_target, requests_of(prompts), publish("trained", trained_drafter), max_batch=8)
     assert [each.output_ids for each in done] == plain
     assert counters.tau > 1.5
+
+
+def test_a_packed_drafter_proposes_what_the_plain_one_proposes(make_drafter: Callable[..., Any]) -> None:
+    from draftloop.serving_hooks.embedded.packed import pack_in_place
+
+    plain_model, packed_model = (make_drafter(seed=3).to(torch.bfloat16) for _ in range(2))
+    pack_in_place(packed_model)
+    taps, embeds = torch.randn(2, 5, 3, 32, dtype=torch.bfloat16), torch.randn(2, 5, 32, dtype=torch.bfloat16)
+    found = []
+    for model in (plain_model, packed_model):
+        projected = model.project(embeds, model.fuse(taps), torch.arange(5).expand(2, 5))
+        found.append(model.logits(model.finish(projected.query, projected.residual)))
+    torch.testing.assert_close(found[0], found[1], rtol=0.05, atol=0.05)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftloop.pipeline.data.snapshot import Row, publish_snapshot
-from draftloop.pipeline.errors import ConfigError, FingerprintMismatchError
+from draftloop.pipeline.errors import CheckpointError, ConfigError, FingerprintMismatchError
 from draftloop.trainers.checkpoint import open_drafter
 from draftloop.trainers.config import TrainConfig
 from draftloop.trainers.engines import read_deepspeed
+from draftloop.trainers.state import complete_states
 from draftloop.trainers.target import Target
 from draftloop.trainers.train import TrainJob, TrainProgress, launch, train
 
@@ -88,9 +90,7 @@ def test_two_ranks_train_the_same_drafter_as_one_process(job: TrainJob, tmp_path
 
 
 @pytest.mark.slow
-def test_deepspeed_zero2_bf16_on_two_ranks_learns_like_one_process_and_refuses_another_world_size(
-    job: TrainJob, tmp_path: Path
-) -> None:
+def test_deepspeed_zero2_bf16_on_two_ranks_learns_like_one_process(job: TrainJob, tmp_path: Path) -> None:
     config = job.config.model_copy(update={"deepspeed": FILES / "zero2_bf16.json", "dtype": "bfloat16"})
     ranks = launch(job.model_copy(update={"config": config}))
     alone = train(_alone(job, tmp_path))
@@ -107,3 +107,37 @@ def test_what_a_rank_raises_on_purpose_reaches_the_caller(job: TrainJob) -> None
     other = job.config.model_copy(update={"tap_layers": (0, 1, 2), "num_processes": 1})
     with pytest.raises(FingerprintMismatchError, match="tap_layers"):
         launch(job.model_copy(update={"config": other}))
+
+
+@pytest.mark.slow
+def test_killed_deepspeed_ranks_resume_to_the_same_bits_and_refuse_another_number_of_ranks(
+    job: TrainJob, tmp_path: Path
+) -> None:
+    config = job.config.model_copy(
+        update={
+            "deepspeed": FILES / "zero2_bf16.json",
+            "dtype": "bfloat16",
+            "epochs": 40,
+            "checkpoint_every_steps": 5,
+            "heldout_every_steps": 1000,
+        }
+    )
+    straight = launch(job.model_copy(update={"config": config}))
+    again = job.model_copy(update={"config": config, "output": tmp_path / "again", "state": tmp_path / "again-state"})
+
+    def kill(seen: TrainProgress) -> None:
+        if seen.step >= 10:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        launch(again, on_progress=kill)
+    saved = int(complete_states(again.state)[-1].name.removeprefix("step-"))
+    assert 10 <= saved < straight.num_steps
+    alone = config.model_copy(update={"num_processes": 1})
+    with pytest.raises(CheckpointError, match="world_size = 2, this run 1"):
+        launch(again.model_copy(update={"config": alone}))
+    steps: list[int] = []
+    resumed = launch(again, on_progress=lambda seen: steps.append(seen.step))
+    assert steps[0] == saved + 1
+    first, second = (load_file(result.folder / "model.safetensors") for result in (straight, resumed))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from draftloop.pipeline.errors import (
 )
 from draftloop.trainers import run as run_module
 from draftloop.trainers.checkpoint import open_drafter, vocabulary_digest
+from draftloop.trainers.engines import PlainEngine
 from draftloop.trainers.state import complete_states
 from draftloop.trainers.target import Features
 from draftloop.trainers.train import TrainJob, TrainProgress, launch, train
@@ -123,16 +123,16 @@ def test_a_kill_while_saving_leaves_the_state_before_it(
     assert steps[0] == 5
 
 
-def test_a_state_of_other_settings_or_ranks_is_refused(tiny_target: Any, tiny_snapshot: Any, make_job: MakeJob) -> None:
+def test_a_state_of_other_settings_or_another_engine_is_refused(
+    tiny_target: Any, tiny_snapshot: Any, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(checkpoint_every_steps=2)
     with pytest.raises(_StopError):
         train(job, target=tiny_target, snapshot=tiny_snapshot, on_progress=_stop_at(3, []))
-    with pytest.raises(CheckpointError, match="identity"):
+    with pytest.raises(CheckpointError, match=r"train\.seed = 0, this run 9"):
         train(make_job(checkpoint_every_steps=2, seed=9), target=tiny_target, snapshot=tiny_snapshot)
-    manifest = complete_states(job.state)[-1] / "manifest.json"
-    values = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**values, "world_size": 2}))
-    with pytest.raises(CheckpointError):
+    monkeypatch.setattr(PlainEngine, "kind", "other")
+    with pytest.raises(CheckpointError, match="engine = 'plain', this run 'other'"):
         train(job, target=tiny_target, snapshot=tiny_snapshot)
 
 
