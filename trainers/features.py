@@ -11,6 +11,8 @@ from torch import Tensor
 from draftloop.trainers.batches import Document, DocumentFeatures
 from draftloop.trainers.target import DTYPES, Target
 
+MIN_PREFIX = 8  # shorter common beginnings are not worth a second kind of forward
+
 
 class FeatureStore:
     """Taps, last hidden states and first choices of documents; a flat file, read through the page cache."""
@@ -34,32 +36,41 @@ class FeatureStore:
         self._anchor_starts = _starts([document.num_anchors for document in documents])
 
     def fill(self, target: Target, *, batch_tokens: int, on_batch: Callable[[int], None] | None = None) -> None:
-        """Run the target over every document, longest first, in right-padded batches of at most batch_tokens."""
+        """Run the target over every document, longest first, in right-padded batches of at most batch_tokens.
+
+        What all documents begin with (a system prompt) is run once.
+        """
+        device = target.embedding.device
+        shared = common_prefix([document.token_ids for document in self._documents])
+        prefix = target.prefix(self._documents[0].token_ids[:shared].to(device)) if shared >= MIN_PREFIX else None
+        skip = shared if prefix is not None else 0
         order = sorted(range(len(self._documents)), key=lambda index: -len(self._documents[index].token_ids))
         while order:
-            width = len(self._documents[order[0]].token_ids)
+            width = len(self._documents[order[0]].token_ids) - skip
             count = max(1, batch_tokens // width)
             chosen, order = order[:count], order[count:]
-            self._fill_batch(target, chosen, width)
+            ids = torch.zeros(len(chosen), width, dtype=torch.int64)
+            for row, index in enumerate(chosen):
+                tokens = self._documents[index].token_ids[skip:]
+                ids[row, : len(tokens)] = tokens
+            # No mask: padding is on the right and attention is causal, so no token of a document ever sees it.
+            ids = ids.to(device)
+            found = target.features_after(prefix, ids) if prefix is not None else target.features(ids)
+            for row, index in enumerate(chosen):
+                taps, last = (part[row] for part in found)
+                if prefix is not None:
+                    taps, last = (torch.cat([a[0], b]) for a, b in zip(prefix.features, (taps, last), strict=True))
+                self._keep(index, taps, last, target.head)
             if on_batch is not None:
                 on_batch(len(chosen))
 
-    def _fill_batch(self, target: Target, chosen: Sequence[int], width: int) -> None:
-        device = target.embedding.device
-        ids = torch.zeros(len(chosen), width, dtype=torch.int64)
-        for row, index in enumerate(chosen):
-            tokens = self._documents[index].token_ids
-            ids[row, : len(tokens)] = tokens
-        # No mask: padding is on the right and attention is causal, so no token of a document ever sees it.
-        taps, last = target.features(ids.to(device))
-        for row, index in enumerate(chosen):
-            document, (own_taps, own_teacher, own_choice) = self._documents[index], self[index]
-            own_taps.copy_(taps[row, : document.num_positions])
-            teacher = last[row, document.first + 1 : len(document.token_ids) - 1]
-            own_teacher.copy_(teacher)
-            own_choice.copy_(
-                document.token_ids[document.first + 2 :] if document.greedy else first_choice(teacher, target.head)
-            )
+    def _keep(self, index: int, taps: Tensor, last: Tensor, head: Tensor) -> None:
+        """Store what training reads of one document's features [T', ...], T' at least its length."""
+        document, (own_taps, own_teacher, own_choice) = self._documents[index], self[index]
+        own_taps.copy_(taps[: document.num_positions])
+        teacher = last[document.first + 1 : len(document.token_ids) - 1]
+        own_teacher.copy_(teacher)
+        own_choice.copy_(document.token_ids[document.first + 2 :] if document.greedy else first_choice(teacher, head))
 
     def __getitem__(self, index: int) -> DocumentFeatures:
         """Views of one document's features."""
@@ -76,6 +87,15 @@ class FeatureStore:
     def remove(self) -> None:
         """Delete the file; open views stay readable until dropped."""
         self._path.unlink(missing_ok=True)
+
+
+def common_prefix(sequences: Sequence[Tensor]) -> int:
+    """How many tokens all sequences begin with, less one so that something follows; 0 for fewer than two sequences."""
+    if len(sequences) < 2:
+        return 0
+    width = min(len(sequence) for sequence in sequences) - 1
+    heads = torch.stack([sequence[:width] for sequence in sequences])
+    return int((heads == heads[0]).all(0).long().cumprod(0).sum())
 
 
 def first_choice(last: Tensor, head: Tensor, *, chunk: int = 256) -> Tensor:

@@ -5,7 +5,9 @@ Shapes: B sequences, T positions, N tap layers, H hidden, V rows of the head.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,13 @@ class Features(NamedTuple):
 
     taps: Tensor  # [B, T, N, H] hidden states entering the tap layers
     last: Tensor  # [B, T, H] after the final norm: head(last) are the target's logits for token t+1
+
+
+class Prefix(NamedTuple):
+    """The common beginning of many sequences, run once."""
+
+    features: Features
+    cache: Any  # transformers' keys and values
 
 
 class Target:
@@ -91,6 +100,30 @@ class Target:
         out = self.model.model(
             input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
         )
+        return self._taken(out)
+
+    @torch.no_grad()
+    def prefix(self, input_ids: Tensor) -> Prefix:
+        """What sequences that begin with input_ids int64 [T] share: features [1, T, ...] and keys and values."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        return Prefix(self._features_with(cache, input_ids[None]), cache)
+
+    @torch.no_grad()
+    def features_after(self, prefix: Prefix, input_ids: Tensor) -> Features:
+        """Features of the tokens that follow the prefix in right-padded sequences. input_ids: int64 [B, T]."""
+        cache = copy.deepcopy(prefix.cache)
+        cache.batch_repeat_interleave(input_ids.shape[0])
+        return self._features_with(cache, input_ids)
+
+    def _features_with(self, cache: Any, input_ids: Tensor) -> Features:
+        # transformers renamed the argument within version 5.
+        named = "cache" if "cache" in inspect.signature(self.model.model.forward).parameters else "past_key_values"
+        out = self.model.model(input_ids=input_ids, output_hidden_states=True, use_cache=True, **{named: cache})
+        return self._taken(out)
+
+    def _taken(self, out: Any) -> Features:
         taps = torch.stack([out.hidden_states[tap] for tap in self.fingerprint.tap_layers], dim=2)
         return Features(taps, out.last_hidden_state)
 
