@@ -189,12 +189,14 @@ def test_the_held_out_walk_counts_tokens_and_steps_after_prefill(
     assert walk(torch.tensor([unused, *drafts]).T, document, 0) == expected
 
 
-def test_a_first_drafter_begins_with_the_targets_head_norm_and_last_mlp(tiny_target: Any) -> None:
+def test_a_first_drafter_begins_with_the_targets_head_norm_and_last_layer(tiny_target: Any) -> None:
     model = first_drafter(tiny_target, [[5, 6, 7]], TrainConfig(draft_vocab_size=40))
     last = tiny_target.model.model.layers[-1]
     assert torch.equal(model.lm_head.weight, tiny_target.head[model.draft_token_ids])
     assert torch.equal(model.norm.weight, tiny_target.model.model.norm.weight)
     assert torch.equal(model.layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    assert torch.equal(model.layer.self_attn.v_proj.weight[:, 32:], last.self_attn.v_proj.weight)
+    assert torch.equal(model.layer.hidden_norm.weight, last.input_layernorm.weight)
     assert torch.equal(model.layer.post_attention_layernorm.weight, last.post_attention_layernorm.weight)
     again = first_drafter(tiny_target, [[5, 6, 7]], TrainConfig(draft_vocab_size=40))
     assert torch.equal(model.fc.weight, again.fc.weight)  # the seed decides, not what ran before
