@@ -6,13 +6,15 @@ with the sha256 of the manifest. Readers trust nothing without the marker.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from draftloop.pipeline.errors import DraftloopError, StorageError
 
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
+_BESIDE = re.compile(r"\..+\.([a-z0-9_]{8}|[0-9]+)")  # what `staging` and `write_json` write beside
 
 
 def sha256_file(path: Path) -> str:
@@ -39,11 +42,38 @@ def staging(final: Path) -> Iterator[Path]:
             f"cannot write beside {final}: {error}", mend="free disk space or fix the folder's rights"
         ) from error
     try:
-        yield draft
+        with _claimed(draft):
+            yield draft
     except OSError as error:
         raise StorageError(f"writing {final} failed: {error}", mend="free disk space; nothing was published") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left beside their goals in `folder`.
+
+    A folder being staged is locked by its writer and stays. JSON files are not: hold the lease of whoever writes them.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not _BESIDE.fullmatch(path.name) or path.is_symlink():
+            continue
+        with suppress(OSError), _claimed(path):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """Hold a lock on a file or folder that the kernel frees with this process. Raises OSError if another holds it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def publish(draft: Path, final: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,16 +106,30 @@ def is_complete(folder: Path) -> bool:
 
 def verify(folder: Path, *, kind: str, error: type[DraftloopError]) -> dict[str, Any]:
     """Check marker, manifest and every file's digest; return the manifest. Raises `error` naming what differs."""
-    mend = f"make the {kind} again or restore it from a copy; nothing was changed"
+    mend = f"make the {kind} again (remove the folder, run the same command) or restore it; nothing was changed"
     if not folder.is_dir():
         raise error(f"no {kind} at {folder}", mend="check the path")
     if not is_complete(folder):
         raise error(f"{kind} {folder} has no {MARKER} marker: its writing was cut off", mend=mend)
+    try:
+        return _checked(folder, kind, error, mend)
+    except OSError as failure:
+        raise error(
+            f"{kind} {folder} cannot be read: {failure}", mend="check the disk and the folder's rights"
+        ) from failure
+
+
+def _checked(folder: Path, kind: str, error: type[DraftloopError], mend: str) -> dict[str, Any]:
     body = (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else b""
-    if hashlib.sha256(body).hexdigest() != (folder / MARKER).read_text().strip():
+    if hashlib.sha256(body).hexdigest().encode() != (folder / MARKER).read_bytes().strip():
         raise error(f"{kind} {folder}: {MANIFEST} is not the one its marker names", mend=mend)
-    manifest: dict[str, Any] = json.loads(body)
-    expected: dict[str, str] = manifest["files"]
+    try:
+        manifest: Any = json.loads(body)
+    except ValueError:
+        manifest = None
+    expected = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(expected, dict):
+        raise error(f"{kind} {folder}: {MANIFEST} is not a manifest", mend=mend)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {MANIFEST, MARKER}
     if found != expected.keys():
         odd = sorted(found ^ expected.keys())[0]
@@ -93,7 +137,7 @@ def verify(folder: Path, *, kind: str, error: type[DraftloopError]) -> dict[str,
     for name, digest in expected.items():
         if sha256_file(folder / name) != digest:
             raise error(f"{kind} {folder}: file {name} was altered (sha256 differs from the manifest)", mend=mend)
-    return manifest
+    return dict(manifest)
 
 
 def write_json(path: Path, value: object) -> None:

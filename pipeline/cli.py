@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Never
 
 import typer
 
-from draftloop.pipeline.errors import DraftloopError, GateRefusedError
+from draftloop.pipeline.errors import ConfigError, DraftloopError, GateRefusedError, StorageError
 
 if TYPE_CHECKING:
     from draftloop.pipeline.config import Config
@@ -33,12 +34,38 @@ TargetOption = Annotated[
 def main() -> None:
     """Entry point: errors of ours become a message with the mend and DESIGN's exit codes."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except DraftloopError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if "--json" in sys.argv:
-            print(json.dumps({"error": {"class": type(error).__name__, "message": error.message, "mend": error.mend}}))
-        sys.exit(error.exit_code)
+        _fail(error)
+    except ModuleNotFoundError as error:
+        _fail(ConfigError(f"{error}", mend="install the extras: pip install 'draftloop[train,mlflow]'"))
+    except OSError as error:
+        _fail(StorageError(f"{error}", mend="free disk space or fix the rights there, then run the same command again"))
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001  outermost guard: with --json a caller waits for one object
+        usage = getattr(error, "format_message", None)  # click's errors, which typer carries under a private name
+        if usage is None:
+            traceback.print_exc()
+            _tell(type(error).__name__, "not foreseen: the traceback is on stderr", "report it")
+            sys.exit(1)
+        show = getattr(error, "show", None)
+        if show is not None:
+            show()
+        _tell(type(error).__name__, usage(), "see `draftloop COMMAND --help`")
+        sys.exit(getattr(error, "exit_code", 2))
+
+
+def _fail(error: DraftloopError) -> Never:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    _tell(type(error).__name__, error.message, error.mend)
+    sys.exit(error.exit_code)
+
+
+def _tell(name: str, message: str, mend: str | None) -> None:
+    """With --json an error is an object on stdout too."""
+    if "--json" in sys.argv:
+        print(json.dumps({"error": {"class": name, "message": message, "mend": mend}}))
 
 
 def _workspace(files: list[Path] | None, overrides: list[str] | None, *, target: str | None = None) -> Workspace:
@@ -88,6 +115,7 @@ def _run_until(
     from draftloop.pipeline.ui import Screen
 
     workspace = _workspace(config, overrides, target=target)
+    workspace.require_target()
     result = run(workspace, LoopStages(workspace, workspace.open_registry()), Screen(), last=last)
     _answer(result.to_dict(), json_out, f"{result.outcome}: {result.reason}")
     if result.outcome == "refused":

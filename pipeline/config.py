@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ class Config(_Section):
     """Everything a command can be told."""
 
     work: Path = Path("work")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     num_threads: int = Field(default=0, ge=0)  # torch threads; 0: all cores
     target: TargetConfig = TargetConfig()
     log: LogConfig = LogConfig()
@@ -108,6 +109,9 @@ def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str]
         _merge(merged, _read(file))
     for override in overrides:
         _merge(merged, _parse_override(override))
+    for key, number in _numbers(merged):
+        if not math.isfinite(number):
+            raise ConfigError(f"setting {key} = {number}: not a finite number", mend="give a number")
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -119,6 +123,16 @@ def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str]
             else "see `draftloop config` for every key with its present value"
         )
         raise ConfigError(f"setting {key} = {first.get('input')!r}: {first['msg']}", mend=mend) from error
+
+
+def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every float with its dotted key."""
+    for key, value in values.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                yield from _numbers(each, f"{prefix}{key}.")
+            elif isinstance(each, float):
+                yield f"{prefix}{key}", each
 
 
 def known_keys(location: Sequence[str | int]) -> list[str]:
@@ -136,8 +150,8 @@ def _read(file: Path) -> dict[str, Any]:
             return tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}", mend="check --config") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}", mend="correct the line named") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}", mend="correct the place named") from error
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -145,9 +159,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {override!r} is not key=value", mend="write e.g. train.epochs=3")
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        parsed = {"value": text}  # a bare word is a string
+    if len(parsed) > 1:
+        raise ConfigError(f"override {override!r} holds more than one value", mend="give each its own key=value")
+    value: Any = parsed["value"]
     for part in reversed(key.split(".")):
         value = {part: value}
     assert isinstance(value, dict)

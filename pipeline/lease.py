@@ -38,9 +38,8 @@ def lease(path: Path, *, what: str) -> Iterator[None]:
 
 
 def _holder(descriptor: int) -> str:
-    body = os.pread(descriptor, 4096, 0)
     try:
-        known = json.loads(body)
-    except ValueError:
+        known = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {known['pid']}, since {time.strftime('%H:%M:%S', time.localtime(known['since']))}"
+    except (ValueError, TypeError, KeyError, OverflowError):  # being written, or not ours
         return "holder unknown"
-    return f"process {known['pid']}, since {time.strftime('%H:%M:%S', time.localtime(known['since']))}"

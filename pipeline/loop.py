@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -33,7 +33,7 @@ STAGES = ("curate", "train", "replay", "gate", "register", "promote")
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a job will do, written before it does anything."""
 
-    key: str
+    key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]  # becomes a folder's name
     topic: str
     start: dict[int, int]
     stop: dict[int, int]
@@ -79,6 +79,8 @@ def run_once(
     `after_stage` is called with each finished stage's name (tests kill the process there).
     """
     with lease(workspace.lease, what="run"):
+        for folder in (workspace.snapshots, workspace.drafters, workspace.root / "fetched", workspace.jobs):
+            artifact.sweep(folder)
         log = workspace.open_log()
         try:
             plan = _unfinished(workspace, stages) or _new_plan(workspace, stages, log)
@@ -86,6 +88,7 @@ def run_once(
                 screen.say(f"nothing to do: {plan}")
                 return RunResult("nothing-to-do", plan)
             folder = workspace.jobs / plan.key
+            artifact.sweep(folder)
             window = Window(plan.topic, plan.start, plan.stop)
             context = JobContext(plan.key, folder, window, plan.parent, plan.seed, log, screen)
             return _run(workspace, stages, context, last, after_stage or (lambda name: None))
@@ -119,12 +122,42 @@ def _run(
 def _stage(stages: Stages, context: JobContext, name: str, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     done = context.folder / f"{name}.json"
     if done.is_file():
-        context.screen.say(f"{name}: already there")
-        output: dict[str, Any] = json.loads(done.read_bytes())
-        return output
+        output = _read_output(done, name)
+        # Once registered, the registry has the drafter: what it was made from may be gone.
+        if (context.folder / "register.json").is_file() or _is_at_hand(output):
+            context.screen.say(f"{name}: already there")
+            return output
+        context.screen.say(f"{name}: {output['folder']} is gone: made again, and what follows from it")
+        for later in reversed(STAGES[STAGES.index(name) :]):
+            (context.folder / f"{later}.json").unlink(missing_ok=True)
     output = stages.run(name, context, outputs)
     artifact.write_json(done, output)
     return output
+
+
+# What other stages and the loop read of a stage's output.
+_READ: dict[str, frozenset[str]] = {
+    "curate": frozenset({"snapshot", "folder", "counts"}),
+    "train": frozenset({"digest", "folder"}),
+    "gate": frozenset({"passed", "reasons"}),
+    "register": frozenset({"version"}),
+    "promote": frozenset({"promoted"}),
+}
+
+
+def _read_output(done: Path, name: str) -> dict[str, Any]:
+    """A finished stage's output. Raises InputError where the file is not one."""
+    try:
+        output = json.loads(done.read_bytes())
+    except ValueError:
+        output = None
+    if not isinstance(output, dict) or not _READ.get(name, frozenset()) <= output.keys():
+        raise InputError(f"{done} is not the output of {name}", mend="remove the file and run the same command again")
+    return output
+
+
+def _is_at_hand(output: dict[str, Any]) -> bool:
+    return "folder" not in output or artifact.is_complete(Path(output["folder"]))
 
 
 def _current(workspace: Workspace) -> Path:

@@ -146,7 +146,7 @@ def decode(raw: bytes) -> CapturedRequest:
     """A record as it comes out of the log. Raises NewerSchemaError, UndecodableRecordError."""
     try:
         schema = _schema_decoder.decode(raw).schema
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableRecordError(f"not a capture record ({len(raw)} bytes): {error}") from error
     if schema > SCHEMA_VERSION:
         raise NewerSchemaError(
@@ -155,5 +155,5 @@ def decode(raw: bytes) -> CapturedRequest:
         )
     try:
         return _decoder.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableRecordError(f"capture record of schema {schema} does not decode: {error}") from error

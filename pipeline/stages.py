@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from draftloop.pipeline import artifact
 from draftloop.pipeline.data.curate import Window, curate, publish_curated
 from draftloop.pipeline.data.snapshot import Snapshot, open_snapshot
-from draftloop.pipeline.errors import CheckpointError
+from draftloop.pipeline.errors import CheckpointError, InputError, SwapRefusedError
 from draftloop.pipeline.registry.registry import Registry, Version, fetch_once
 from draftloop.pipeline.stream.log import CaptureLog
 from draftloop.pipeline.ui import Screen
@@ -175,10 +175,17 @@ class LoopStages:
         return "ngram" if self._workspace.config.engine.floor == "ngram" else None
 
     def report(self, folder: Path, name: str) -> ReplayReport:
-        """A replay report of a job, from its folder."""
+        """A replay report of a job, from its folder. Raises InputError naming the file."""
         from draftloop.pipeline.judge.report import ReplayReport
 
-        return ReplayReport.from_json((folder / f"replay-{name}.json").read_bytes())
+        path = folder / f"replay-{name}.json"
+        try:
+            return ReplayReport.from_json(path.read_bytes())
+        except (OSError, InputError) as error:
+            reason = error.message if isinstance(error, InputError) else error.strerror
+            raise InputError(
+                f"{path}: {reason}", mend=f"remove it and {folder / 'replay.json'}, then run the same command again"
+            ) from error
 
     def _gate(self, context: JobContext, outputs: Outputs) -> dict[str, Any]:
         from draftloop.pipeline.judge.gate import decide
@@ -207,8 +214,21 @@ class LoopStages:
         }
 
     def _register(self, context: JobContext, outputs: Outputs) -> dict[str, Any]:
+        from draftloop.pipeline.judge.verdict import check
         from draftloop.pipeline.registry.evidence import candidate
 
+        try:  # the file may have been altered since the gate wrote it
+            check(
+                outputs["gate"].get("verdict") or {},
+                self._workspace.signing_key().public_key(),
+                digest=outputs["train"]["digest"],
+                fingerprint=self.target.fingerprint,
+            )
+        except SwapRefusedError as error:
+            path = context.folder / "gate.json"
+            raise InputError(
+                f"{path}: {error.message}", mend="remove the file and run the same command again: the gate decides anew"
+            ) from error
         made = candidate(
             context.key,
             outputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from draftloop.pipeline.errors import VersionNotFoundError
@@ -45,19 +46,40 @@ def status(workspace: Workspace) -> dict[str, Any]:
         ]
     state = workspace.staging / "state.json"
     if state.is_file():
-        found["agent"] = json.loads(state.read_bytes())
+        found["agent"] = _read(state)
     current = workspace.jobs / "current.json"
     if current.is_file():
-        plan = json.loads(current.read_bytes())
-        done = sorted(path.stem for path in (workspace.jobs / plan["key"]).glob("*.json"))
-        found["job"] = {"key": plan["key"], "outputs": done}
+        plan = _read(current)
+        key = str(plan.get("key", "unknown"))
+        done = sorted(path.stem for path in (workspace.jobs / key).glob("*.json"))
+        found["job"] = {"key": key, "outputs": done} | ({"error": plan["error"]} if "error" in plan else {})
     if (root / "capture.db").is_file():
-        log = workspace.open_log()
-        topic = workspace.raw_topic()
-        total, used = sum(log.end_offsets(topic).values()), sum(log.committed(GROUP, topic).values())
-        log.close()
-        found["log"] = {"topic": topic, "records": total, "not_yet_used": total - used}
+        found["log"] = _log(root / "capture.db")
     return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A state file's content; a damaged file is a finding, and the rest is still told."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        value = None
+    return value if isinstance(value, dict) else {"error": f"{file} cannot be read"}
+
+
+def _log(file: Path) -> list[dict[str, Any]]:
+    """Every topic there is: whoever asks need not know which target the traffic was for."""
+    from draftloop.pipeline.stream.sqlite_log import SqliteLog
+
+    log = SqliteLog(file)
+    try:
+        rows = []
+        for topic in sorted(log.topics()):
+            total, used = sum(log.end_offsets(topic).values()), sum(log.committed(GROUP, topic).values())
+            rows.append({"topic": topic, "records": total, "not_yet_used": total - used})
+        return rows
+    finally:
+        log.close()
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -69,12 +91,12 @@ def describe(found: dict[str, Any]) -> str:
         lines.append(f"  version {version['version']}   job {version['job']}   {tags}")
     if found["agent"]:
         agent = found["agent"]
-        lines.append(f"agent         {agent.get('state')}, serves {agent.get('live') or agent.get('version')}")
+        serves = f"{agent.get('state')}, serves {agent.get('live') or agent.get('version')}"
+        lines.append(f"agent         {agent.get('error') or serves}")
     if found["job"]:
-        lines.append(
-            f"open job      {found['job']['key']} (has {', '.join(found['job']['outputs']) or 'only its plan'})"
-        )
-    if found["log"]:
-        log = found["log"]
+        job = found["job"]
+        has = f"{job['key']} (has {', '.join(job['outputs']) or 'only its plan'})"
+        lines.append(f"open job      {job.get('error') or has}")
+    for log in found["log"] or ():
         lines.append(f"log           {log['topic']}: {log['records']} records, {log['not_yet_used']} not yet used")
     return "\n".join(lines)

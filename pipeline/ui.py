@@ -37,7 +37,7 @@ class Screen:
     """Lines and progress bars on stderr; a screen made with quiet=True shows nothing."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
 
     def say(self, text: str) -> None:
         """One line."""
@@ -51,12 +51,12 @@ class Screen:
     def bar(self, title: str, total: int) -> Iterator[Bar]:
         """A bar for the block; the yielded object sets how much is done and the note beside it."""
         columns = (
-            TextColumn("{task.description:<28}"),
+            TextColumn("{task.description:<28}", markup=False),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(title, total=total, note="")

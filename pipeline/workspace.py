@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftloop.pipeline.config import Config
+from draftloop.pipeline.errors import ModelNotFoundError, StorageError
 from draftloop.pipeline.stream.log import CaptureLog
 
 if TYPE_CHECKING:
@@ -57,11 +58,26 @@ class Workspace:
         slug = re.sub(r"[^a-z0-9-]+", "-", Path(self.config.target.path).name.lower()).strip("-")
         return f"draftloop.raw.{slug or 'target'}"
 
+    def require_target(self) -> None:
+        """Raise ModelNotFoundError for a path where nothing is; a hub id is only told when it is loaded."""
+        path = self.config.target.path
+        if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
+            raise ModelNotFoundError(f"no target at {path!r}: no such folder", mend="check target.path or --target")
+
+    def _make_root(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make the work folder {self.root}: {error.strerror}",
+                mend="set work=FOLDER to one you can write",
+            ) from error
+
     def open_log(self) -> CaptureLog:
         """The capture log, with the raw topic made. Every caller closes its own."""
         from draftloop.pipeline.stream.sqlite_log import SqliteLog
 
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make_root()
         log = SqliteLog(self.root / "capture.db")
         log.create_topic(self.raw_topic(), num_partitions=self.config.log.num_partitions)
         return log
@@ -70,14 +86,14 @@ class Workspace:
         """MLflow at the configured address."""
         from draftloop.pipeline.registry.mlflow_registry import MlflowRegistry
 
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make_root()
         return MlflowRegistry(self.config.tracking_uri, self.config.registry.name, self.root / "mlflow-artifacts")
 
     def signing_key(self) -> Ed25519PrivateKey:
         """The gate's key; made on first use, readable by its owner only."""
         from draftloop.pipeline.judge.verdict import load_or_make_key
 
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make_root()
         return load_or_make_key(self.root / "gate.key")
 
     def load_target(self) -> Target:

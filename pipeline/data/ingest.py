@@ -27,6 +27,7 @@ BATCH_ROWS = 256
 SHAREGPT_ROLES: Mapping[str, str] = {**ROLES, "human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +71,14 @@ class _TokenRow(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_ids: list[TokenId]
     output_ids: list[TokenId]
     record_id: str | None = None
-    time_ms: int = 0
+    time_ms: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     finish_reason: FinishReason = "stop"
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Count = 0
     logprobs: list[float] | None = None
-    accepted: tuple[int, ...] = ()
-    drafted: tuple[int, ...] = ()
+    accepted: tuple[Count, ...] = ()
+    drafted: tuple[Count, ...] = ()
     drafter_version: str | None = None
     target: str | None = None
     slices: dict[str, str] = {}
@@ -170,7 +171,7 @@ def _records(
     """The records of one row. Raises ChatRejectError, _RejectedError."""
     try:
         row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _RejectedError("not_json") from error
     if not isinstance(row, dict):
         raise _RejectedError("not_an_object")

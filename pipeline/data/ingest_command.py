@@ -20,7 +20,9 @@ def ingest_files(
 
     `consent` is the basis of the permission to train. Raises InputError without one, before the target is loaded.
     """
-    if not consent:
+    if not tenant.strip():
+        raise InputError("the tenant has no name: nothing was ingested", mend="name it with --tenant")
+    if consent is None or not consent.strip():
         raise InputError(
             f"no permission given to keep requests of tenant {tenant!r}: nothing was ingested",
             mend='say what it rests on, for example --consent "contract 2026-04"',

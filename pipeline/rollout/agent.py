@@ -112,6 +112,8 @@ class Agent:
         could not be read or fetched (the engine is as it was), SwapFailedError if nothing could be loaded any more.
         """
         with lease(self._journal.lock, what="agent"):
+            artifact.sweep(self._journal.folder)
+            artifact.sweep(self._journal.drafters)
             memory = self._recover(self._journal.read())
             memory = self._move_alias(memory)
             memory, outcome = self._follow(memory)

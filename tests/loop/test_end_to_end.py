@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from draftloop.pipeline.config import Config, load  # noqa: E402
+from draftloop.pipeline.errors import InputError  # noqa: E402
 from draftloop.pipeline.judge.verdict import check  # noqa: E402
 from draftloop.pipeline.loop import RunResult, run_once  # noqa: E402
 from draftloop.pipeline.records import Sampling  # noqa: E402
@@ -220,3 +221,42 @@ def test_the_same_seed_gives_the_same_snapshot_losses_and_verdict_twice(tmp_path
         del evidence["challenger_digest"]  # of the folder, whose manifest names how long training took
         seen.append((details["curate"]["snapshot"], details["curate"]["counts"], losses, evidence))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("change", [{"decision": "override"}, {"signature": None}, None])
+def test_a_verdict_altered_between_gate_and_registry_is_not_registered(
+    site: Site, change: dict[str, Any] | None
+) -> None:
+    site.serve(traffic(60))
+    stopped = run_once(site.workspace, site.stages, QUIET, last="gate")
+    assert stopped.folder is not None
+    file = stopped.folder / "gate.json"
+    written = json.loads(file.read_bytes())
+    altered = {**written["verdict"], **change} if change is not None else None
+    file.write_text(json.dumps({**written, "verdict": altered}))
+    with pytest.raises(InputError, match=r"gate\.json: verdict") as caught:
+        site.cycle()
+    assert "remove the file" in str(caught.value.mend)
+    assert (site.registry.champion(), site.registry.find(str(stopped.job_key))) == (None, None)
+    file.unlink()
+    assert site.cycle().outcome == "promoted"
+
+
+def test_a_replay_report_that_was_cut_is_named_with_its_mend(site: Site) -> None:
+    site.serve(traffic(60))
+    stopped = run_once(site.workspace, site.stages, QUIET, last="replay")
+    assert stopped.folder is not None
+    (stopped.folder / "replay-challenger.json").write_text("{")
+    with pytest.raises(InputError, match=r"replay-challenger\.json: not a replay report") as caught:
+        site.cycle()
+    assert str(stopped.folder / "replay.json") in str(caught.value.mend)
+    (stopped.folder / "replay-challenger.json").unlink()
+    with pytest.raises(InputError, match=r"replay-challenger\.json: No such file"):
+        site.cycle()
+    (stopped.folder / "replay.json").unlink()
+    assert site.cycle().outcome == "promoted"
+
+
+def test_a_slice_named_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Screen().say("slice domain=[/red] [1, 2] [bold]x")  # slices come with the requests
+    assert "slice domain=[/red] [1, 2] [bold]x" in capsys.readouterr().err

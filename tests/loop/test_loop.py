@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftloop.pipeline import artifact
 from draftloop.pipeline.config import load
 from draftloop.pipeline.errors import EmptySnapshotError, FingerprintMismatchError, InputError, LeaseHeldError
 from draftloop.pipeline.lease import lease
@@ -36,8 +38,15 @@ class RecordingStages:
     def run(self, name: str, context: JobContext, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         with self.ledger.open("a") as ledger:
             ledger.write(f"{name}\n")
+        made = self.ledger.with_name(f"made-by-{name}")
+        if name in ("curate", "train"):
+            made.mkdir(exist_ok=True)
+            (made / artifact.MARKER).touch()
         answers: dict[str, dict[str, Any]] = {
+            "curate": {"snapshot": "s", "folder": str(made), "counts": {}},
+            "train": {"digest": "d", "folder": str(made)},
             "gate": {"passed": self.passed, "reasons": ["ratio 1.2"]},
+            "register": {"version": "1"},
             "promote": {"promoted": self.promote},
         }
         return answers.get(name, {"ran": name})
@@ -176,3 +185,57 @@ def test_a_window_with_nothing_usable_is_planned_anew_and_wider(tmp_path: Path) 
     add_records(workspace, 1)
     assert run_once(workspace, stages, QUIET).outcome == "promoted"
     assert committed(workspace) == 13
+
+
+@pytest.mark.parametrize("content", [b"", b'{"folder": "/x', b"\xff\x00", b"[]", b"null", b"{}"])
+@pytest.mark.parametrize("stage", ["curate", "train", "gate"])
+def test_a_damaged_stage_file_is_named_and_removing_it_mends(tmp_path: Path, stage: str, content: bytes) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran")
+    stopped = run_once(workspace, stages, QUIET, last="gate")
+    assert stopped.folder is not None
+    file = stopped.folder / f"{stage}.json"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{stage}\.json is not the output of {stage}") as caught:
+        run_once(workspace, stages, QUIET)
+    assert caught.value.mend == "remove the file and run the same command again"
+    file.unlink()
+    assert run_once(workspace, stages, QUIET).outcome == "promoted"
+
+
+@pytest.mark.parametrize("stage", ["curate", "train"])
+def test_a_folder_that_was_removed_is_made_again_with_all_that_follows(tmp_path: Path, stage: str) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran")
+    run_once(workspace, stages, QUIET, last="gate")
+    shutil.rmtree(tmp_path / f"made-by-{stage}")
+    assert run_once(workspace, stages, QUIET).outcome == "promoted"
+    assert stages.ran() == [*STAGES[:4], *STAGES[STAGES.index(stage) :]]
+
+
+def test_a_folder_that_was_removed_after_registering_is_not_needed(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran")
+    run_once(workspace, stages, QUIET, last="register")
+    shutil.rmtree(tmp_path / "made-by-train")
+    assert run_once(workspace, stages, QUIET).outcome == "promoted"
+    assert stages.ran() == list(STAGES)
+
+
+@pytest.mark.parametrize("key", ["../../../evil", "", "a/b", "A" * 16])
+def test_a_plan_whose_key_is_no_folder_of_ours_is_refused(tmp_path: Path, key: str) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET, last="curate")
+    current = workspace.jobs / "current.json"
+    current.write_text(json.dumps({**json.loads(current.read_bytes()), "key": key}))
+    with pytest.raises(InputError, match=r"current\.json is not a job plan"):
+        run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET)
+
+
+def test_a_run_removes_what_a_killed_run_left_half_written(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    left = [workspace.snapshots / ".s.abcd_123", workspace.drafters / ".d.xyz00000", workspace.jobs / ".j.12345678"]
+    for folder in left:
+        folder.mkdir(parents=True)
+    assert run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET).outcome == "promoted"
+    assert not any(folder.exists() for folder in left)

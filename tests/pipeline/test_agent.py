@@ -500,6 +500,14 @@ def test_staging_keeps_the_live_the_previous_and_the_newest(stage: Stage) -> Non
     assert kept == ["3", "4", "5"]
 
 
+def test_what_a_killed_agent_left_half_fetched_is_removed(stage: Stage) -> None:
+    left = [stage.tmp_path / "agent" / "drafters" / ".1.abcd_123", stage.tmp_path / "agent" / ".state.json.4711"]
+    left[0].mkdir(parents=True)
+    left[1].write_text("{")
+    stage.agent.reconcile()
+    assert not any(path.exists() for path in left)
+
+
 def test_the_audit_holds_no_content(stage: Stage) -> None:
     stage.engine.outputs = ((4711, 4712),)
     stage.settle_on(2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -177,3 +178,43 @@ def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None
         artifact.write_json(folder, {"b": 2})
     assert caught.value.mend
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("marker", [b"\xff\xfe\x00\x80", b""])
+def test_a_marker_that_is_no_digest_is_an_error_of_the_folder(tmp_path: Path, marker: bytes) -> None:
+    publish(tmp_path / "final")
+    (tmp_path / "final" / artifact.MARKER).write_bytes(marker)
+    with pytest.raises(SnapshotError, match=r"manifest\.json is not the one its marker names"):
+        verify(tmp_path / "final")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"{}", b'{"files": []}', b"\xff"])
+def test_a_sealed_manifest_of_another_form_is_an_error_of_the_folder(tmp_path: Path, body: bytes) -> None:
+    publish(tmp_path / "final")
+    (tmp_path / "final" / artifact.MANIFEST).write_bytes(body)
+    (tmp_path / "final" / artifact.MARKER).write_text(hashlib.sha256(body).hexdigest())
+    with pytest.raises(SnapshotError, match=r"manifest\.json is not a manifest"):
+        verify(tmp_path / "final")
+
+
+STAGE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from draftloop.pipeline import artifact
+with artifact.staging(Path(sys.argv[1])) as draft:
+    (draft / "half").write_text("half")
+    artifact.os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+    artifact.write_json(Path(sys.argv[1]).with_name("stage.json"), {})
+"""
+
+
+def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_stages_stays(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STAGE_AND_DIE, str(tmp_path / "dead")], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2, "a hidden folder and a hidden file"
+    (tmp_path / ".keep").touch()
+    publish(tmp_path / "final")
+    with artifact.staging(tmp_path / "alive") as draft:
+        artifact.sweep(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {".keep", "final", draft.name}
+    artifact.sweep(tmp_path / "not-there")

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from draftloop.pipeline.config import load
 from draftloop.pipeline.lease import lease
+from draftloop.pipeline.stream.log import LogEntry
+from draftloop.pipeline.workspace import Workspace
 
 
 def draftloop(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -59,6 +62,52 @@ def test_an_unknown_setting_exits_2_and_says_so_in_json_too(tmp_path: Path) -> N
     assert "epochs" in error["mend"]
 
 
+@pytest.mark.parametrize("arguments", [["nonsense"], ["config", "--nonsense"], ["promote"], ["config", "--config"]])
+def test_bad_usage_is_one_json_object_too(arguments: list[str], tmp_path: Path) -> None:
+    done = draftloop(*arguments, "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["message"]
+    assert done.stderr
+
+
+def test_a_work_folder_that_is_a_file_is_named_with_its_mend(tmp_path: Path) -> None:
+    (tmp_path / "work").touch()
+    for command in (["run-once"], ["rollback"], ["doctor", "--target", str(tmp_path)]):
+        done = draftloop(*command, "--json", cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "work" in done.stdout
+
+
+def test_an_error_that_nobody_foresaw_is_one_json_object_too(tmp_path: Path) -> None:
+    code = (
+        "import sys; from draftloop.pipeline import cli; cli._config = lambda *a, **k: {}['x'];"
+        "sys.argv = ['draftloop', 'config', '--json']; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["class"] == "KeyError"
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]"])
+def test_status_tells_of_damaged_files_and_of_everything_else(content: bytes, tmp_path: Path) -> None:
+    log = Workspace(load([], [f"work='{tmp_path / 'work'}'", "target.path='my-llama'"])).open_log()
+    log.append("draftloop.raw.my-llama", [LogEntry(b"k", b"v")])
+    log.close()
+    for name in ("jobs/current.json", "agent/state.json"):
+        (tmp_path / "work" / name).parent.mkdir()
+        (tmp_path / "work" / name).write_bytes(content)
+    done = draftloop("status", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "current.json" in found["job"]["error"]
+    assert "state.json" in found["agent"]["error"]
+    # Without being told the target, and without making a topic for the default one.
+    assert found["log"] == [{"topic": "draftloop.raw.my-llama", "records": 1, "not_yet_used": 1}]
+    assert "state.json cannot be read" in draftloop("status", cwd=tmp_path).stdout
+
+
 def test_json_output_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     done = draftloop("status", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -71,9 +120,12 @@ def test_status_of_a_folder_never_used_makes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_not_there_exits_2_and_names_it(tmp_path: Path) -> None:
-    done = draftloop("run-once", "--target", str(tmp_path / "no-model"), "loop.min_new_records=1", cwd=tmp_path)
-    # Nothing captured yet: the loop says so before it needs a target.
-    assert done.returncode == 0
+    done = draftloop("run-once", "--target", str(tmp_path / "no-model"), "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert error["class"] == "ModelNotFoundError"
+    assert "no-model" in error["message"]
+    assert list(tmp_path.iterdir()) == [], "a mistyped path would have its own topic, empty for ever"
     done = draftloop("doctor", "--target", str(tmp_path / "no-model"), "--json", cwd=tmp_path)
     assert done.returncode == 1
     finding = next(check for check in json.loads(done.stdout)["checks"] if check["check"] == "target")

@@ -78,3 +78,26 @@ def test_the_default_consent_is_deny() -> None:
 def test_the_demo_keeps_what_the_user_sets() -> None:
     config = demo_config([], ["loop.auto_promote=false", "demo.max_tokens=9"], None)
     assert (config.loop.auto_promote, config.demo.max_tokens) == (False, 9)
+
+
+@pytest.mark.parametrize("override", ["train.learning_rate=inf", "agent.tie_margin=inf", "train.betas=[0.9, nan]"])
+def test_a_number_that_is_not_finite_is_an_error(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"setting {override.partition('=')[0]} = .*not a finite number"):
+        load([], [override])
+
+
+@pytest.mark.parametrize("seed", [-1, 10**20])
+def test_a_seed_that_no_generator_takes_is_an_error(seed: int) -> None:
+    with pytest.raises(ConfigError, match="setting seed"):
+        load([], [f"seed={seed}"])
+
+
+def test_an_override_that_smuggles_a_second_value_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="more than one value"):
+        load([], ["seed=1\nwork='elsewhere'"])
+
+
+def test_a_binary_file_is_not_toml(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_bytes(b"seed = 1\n\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        load([tmp_path / "bad.toml"], [])

@@ -157,6 +157,10 @@ def test_a_bad_row_is_rejected_with_its_reason_beside_two_good_ones(
         {"logprob": [-1.0]},
         {"logprobs": [None, -1.0]},
         {"slices": {"n": 3}},
+        {"time_ms": 10**22},
+        {"top_k": 2**64},
+        {"accepted": [10**22], "drafted": [4]},
+        {"accepted": [-1], "drafted": [4]},
     ],
 )
 def test_a_token_row_that_is_not_exactly_one_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -171,6 +175,11 @@ def test_a_token_row_without_its_conversation_is_rejected(tmp_path: Path) -> Non
 def test_bytes_that_are_no_text_are_rejected_and_empty_lines_are_no_rows(tmp_path: Path) -> None:
     result, records = run(file_of(tmp_path, [b"", b'{"\xff": 1}', b"  ", TOKENS]))
     assert (result.num_rows, result.rejected, len(records)) == (2, {"not_json": 1}, 1)
+
+
+def test_a_line_nested_without_end_is_rejected_and_its_neighbour_kept(tmp_path: Path) -> None:
+    result, records = run(file_of(tmp_path, [b'{"a":' * 100_000, b"[" * 100_000, TOKENS]))
+    assert (result.rejected, len(records)) == ({"not_json": 2}, 1)
 
 
 def test_the_same_file_again_gives_the_same_records(tmp_path: Path, tokenizer: Any) -> None:
@@ -243,13 +252,16 @@ def test_every_row_is_kept_or_rejected_once(tmp_path: Path, tokenizer: Any, rows
     assert result.num_records == len(records) == result.num_kept
 
 
-def test_the_command_refuses_without_a_permission_before_it_loads_anything(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tenant", "consent"), [("acme", None), ("acme", " "), (" ", "contract 7")])
+def test_the_command_refuses_without_a_permission_before_it_loads_anything(
+    tmp_path: Path, tenant: str, consent: str | None
+) -> None:
     from draftloop.pipeline.config import Config
     from draftloop.pipeline.data.ingest_command import ingest_files
     from draftloop.pipeline.ui import Screen
     from draftloop.pipeline.workspace import Workspace
 
     workspace = Workspace(Config(work=tmp_path / "work"))
-    with pytest.raises(InputError, match="no permission given to keep requests of tenant 'acme'"):
-        ingest_files(workspace, [tmp_path / "x"], tenant="acme", consent=None, screen=Screen(quiet=True))
+    with pytest.raises(InputError, match="nothing was ingested"):
+        ingest_files(workspace, [tmp_path / "x"], tenant=tenant, consent=consent, screen=Screen(quiet=True))
     assert not (tmp_path / "work").exists()

@@ -44,3 +44,12 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None
     with pytest.raises(StorageError, match=r"lease\.lock"), lease(tmp_path / "file" / "lease.lock", what="run"):
         pass
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b"5", b"\xff\x00", b'{"pid": 1, "since": "noon"}'])
+def test_a_held_lease_with_an_unreadable_file_is_still_a_held_lease(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "lease.lock"
+    with lease(path, what="run"):
+        path.write_bytes(content)
+        with pytest.raises(LeaseHeldError, match="holder unknown"), lease(path, what="run"):
+            pass

@@ -165,3 +165,8 @@ def test_tau_counts_emitted_tokens_per_step_and_readings_subtract() -> None:
     assert late.since(early) == SpecCounters(20, 60, 80, 40)
     assert late.since(early).tau == 3.0
     assert SpecCounters().tau == 1.0
+
+
+def test_a_record_nested_without_end_is_undecodable() -> None:
+    with pytest.raises(UndecodableRecordError):
+        decode(b"\x82\xa1a" + b"\x91" * 100_000 + b"\xc0\xa6schema\x01")
