@@ -132,7 +132,7 @@ def test_killed_deepspeed_ranks_resume_to_the_same_bits_and_refuse_another_numbe
     with pytest.raises(InterruptedError):
         launch(again, on_progress=kill)
     saved = int(complete_states(again.state)[-1].name.removeprefix("step-"))
-    assert 10 <= saved < straight.num_steps
+    assert 5 <= saved < straight.num_steps  # the progress line of step 10 comes before its state
     alone = config.model_copy(update={"num_processes": 1})
     with pytest.raises(CheckpointError, match="world_size = 2, this run 1"):
         launch(again.model_copy(update={"config": alone}))
