@@ -50,13 +50,15 @@ def staging(final: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed writers left beside their goals in `folder`.
+def sweep(folder: Path, *, of: str | None = None) -> None:
+    """Remove what killed writers left beside their goals in `folder` (beside the goal named `of` only, where given).
 
     A folder being staged is locked by its writer and stays. JSON files are not: hold the lease of whoever writes them.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if not _BESIDE.fullmatch(path.name) or path.is_symlink():
+            continue
+        if of is not None and path.name.rpartition(".")[0] != f".{of}":
             continue
         with suppress(OSError), _claimed(path):
             if path.is_dir():

@@ -30,8 +30,11 @@ def lease(path: Path, *, what: str) -> Iterator[None]:
             raise LeaseHeldError(
                 f"another {what} holds {path} ({_holder(descriptor)})", mend="wait for it to end, then start again"
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": int(time.time())}).encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": int(time.time())}).encode(), 0)
+        except OSError as error:
+            raise StorageError(f"cannot write the lease file {path}: {error}", mend="free disk space") from error
         yield
     finally:
         os.close(descriptor)

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,8 @@ class MlflowRegistry:
         if self._connected is None:
             client_class = _import_mlflow().MlflowClient
             database = _sqlite_path(self._uri)
-            if database is not None:
-                database.parent.mkdir(parents=True, exist_ok=True)
+            if database is not None and not database.exists():
+                _make_database(client_class, database)
             self._connected = client_class(tracking_uri=self._uri, registry_uri=self._uri)
         return self._connected
 
@@ -319,7 +319,8 @@ def _speaking(what: str) -> Iterator[None]:
             yield
         except (MlflowException, SQLAlchemyError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise RegistryError(f"{what}: {reason}", mend="check the tracking address and your rights there") from error
+            mend = "check the tracking address, your rights and the free disk space there"
+            raise RegistryError(f"{what}: {reason}", mend=mend) from error
         except OSError as error:
             raise StorageError(f"{what}: {error}", mend="free disk space or fix the folder's rights") from error
 
@@ -384,6 +385,15 @@ def _finite(row: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+
+
+def _make_database(client_class: Any, database: Path) -> None:
+    """MLflow's tables, made beside and linked into place: it cannot go on with a migration that was cut off."""
+    artifact.sweep(database.parent, of=database.name)
+    with artifact.staging(database) as draft, suppress(FileExistsError):  # another process was first: that one counts
+        fresh = draft / "new.db"
+        client_class(tracking_uri=f"sqlite:///{fresh}", registry_uri=f"sqlite:///{fresh}")
+        os.link(fresh, database)
 
 
 def _beside_database(uri: str) -> Path | None:

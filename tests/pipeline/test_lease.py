@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -53,3 +54,12 @@ def test_a_held_lease_with_an_unreadable_file_is_still_a_held_lease(tmp_path: Pa
         path.write_bytes(content)
         with pytest.raises(LeaseHeldError, match="holder unknown"), lease(path, what="run"):
             pass
+
+
+def test_a_full_disk_is_told_with_the_lease_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match=r"lease\.lock: .*No space left"), lease(tmp_path / "lease.lock", what="run"):
+        pass

@@ -321,3 +321,25 @@ def test_nothing_is_sent_printed_or_left_elsewhere(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fetched", "made", "mlflow-artifacts", "mlflow.db"]
+
+
+OUT_OF_SPACE = """
+import resource, signal, sys
+from draftloop.pipeline.errors import RegistryError
+from draftloop.pipeline.registry.mlflow_registry import MlflowRegistry
+resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))  # in the middle of its migrations
+try:
+    MlflowRegistry(sys.argv[1], "drafter").champion()
+except RegistryError:
+    sys.exit(0)
+sys.exit("it fitted")
+"""
+
+
+def test_a_database_whose_making_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    subprocess.run([sys.executable, "-c", OUT_OF_SPACE, uri], check=True, timeout=120)
+    left = tmp_path / ".mlflow.db.killed00"
+    left.mkdir()
+    assert MlflowRegistry(uri, "drafter").champion() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
