@@ -5,6 +5,7 @@ The target verifies every token itself, so a drafter can change how many steps a
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -188,17 +189,18 @@ class EmbeddedEngine:
                 mend=f"give 1 to {self._config.max_sequence - 1} prompt tokens or raise engine.max_sequence",
             )
         rows = self._target.fingerprint.padded_vocab_size
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= rows:
+        wrong_type = set(map(type, request.prompt_ids)) - {int}  # one float would fail the step of everybody
+        if wrong_type or min(request.prompt_ids) < 0 or max(request.prompt_ids) >= rows:
             raise InputError(
-                f"request {request.request_id}: token id outside 0..{rows - 1}", mend="use this target's tokenizer"
+                f"request {request.request_id}: token id outside 0..{rows - 1}, or no integer",
+                mend="use this target's tokenizer",
             )
-        sampling = request.sampling
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.max_tokens < 0:
+        if not _can_sample(request.sampling):
             raise InputError(
-                f"request {request.request_id}: {sampling}",
-                mend="temperature, top_k and max_tokens are >= 0, top_p is in (0, 1]",
+                f"request {request.request_id}: {request.sampling}",
+                mend="temperature is finite and >= 0, top_p in (0, 1]; top_k and max_tokens are integers >= 0",
             )
-        return Running(request, min(sampling.max_tokens or room, room), Future(), probing)
+        return Running(request, min(request.sampling.max_tokens or room, room), Future(), probing)
 
     def _enqueue(self, states: Sequence[Running]) -> list[Future[Completion]]:
         """Queue all at once, so that what is batched together does not depend on the worker's timing."""
@@ -297,3 +299,11 @@ def _finished_request(request: Request, completion: Completion) -> FinishedReque
         drafter_version=completion.drafter_version,
         slices=request.slices,
     )
+
+
+def _can_sample(sampling: Sampling) -> bool:
+    """Whether these settings can be computed with: what cannot would fail the step of every running request."""
+    counts = (sampling.top_k, sampling.max_tokens, abs(sampling.seed or 0))
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        return False
+    return 0 <= sampling.temperature < math.inf and 0 < sampling.top_p <= 1

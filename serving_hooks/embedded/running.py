@@ -11,6 +11,8 @@ import torch
 from draftloop.pipeline.records import FinishReason
 from draftloop.serving_hooks.embedded.types import Completion, Request
 
+GREEDY_BELOW = 1e-5  # logits divided by less leave the range of fp32; vLLM's limit too
+
 
 @dataclass(eq=False)
 class Running:
@@ -37,7 +39,7 @@ class Running:
 
     @property
     def greedy(self) -> bool:
-        return self.request.sampling.temperature == 0
+        return self.request.sampling.temperature < GREEDY_BELOW
 
     @property
     def cached(self) -> int:

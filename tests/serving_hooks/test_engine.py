@@ -208,6 +208,40 @@ def test_requests_that_do_not_fit_are_refused_with_the_setting_to_change(tiny_ta
             engine.submit(Request("a", (3,), Sampling(top_p=0.0)))
 
 
+@pytest.mark.parametrize("prompt", [(5, 1.5), (5, "6"), (5, None), (True,)])
+def test_ids_that_are_no_integers_are_refused_and_everybody_else_is_served(tiny_target: Any, prompt: Any) -> None:
+    with EmbeddedEngine(tiny_target, EngineConfig(max_sequence=32)) as engine:
+        with pytest.raises(InputError, match="or no integer"):
+            engine.submit(Request("bad", prompt, Sampling(max_tokens=4)))
+        assert len(engine.generate([Request("good", (5, 6), Sampling(max_tokens=4))])[0].output_ids) > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1.0, "seed": 10**30},
+        {"temperature": 1.0, "seed": 1.5},
+        {"temperature": 1.0, "top_k": 10**30},
+        {"temperature": 1.0, "top_k": 2.5},
+        {"max_tokens": 2.5},
+    ],
+)
+def test_settings_that_cannot_be_computed_with_are_refused_and_everybody_else_is_served(
+    tiny_target: Any, settings: dict[str, Any]
+) -> None:
+    with EmbeddedEngine(tiny_target, EngineConfig(max_sequence=32)) as engine:
+        with pytest.raises(InputError, match="request bad: Sampling"):
+            engine.submit(Request("bad", (5, 6), Sampling(**{"max_tokens": 4, **settings})))
+        assert len(engine.generate([Request("good", (5, 6), Sampling(max_tokens=4))])[0].output_ids) > 0
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy(tiny_target: Any, prompts: Prompts, plain: Prompts) -> None:
+    done, _ = run(tiny_target, requests_of(prompts, Sampling(temperature=1e-40, max_tokens=40)))
+    assert [each.output_ids for each in done] == plain
+
+
 def test_two_live_requests_cannot_share_an_id(tiny_target: Any) -> None:
     with (
         EmbeddedEngine(tiny_target, EngineConfig(max_sequence=8)) as engine,
