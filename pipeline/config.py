@@ -93,8 +93,13 @@ class Config(_Section):
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's address."""
-        return self.registry.tracking_uri or f"sqlite:///{(self.work / 'mlflow.db').resolve()}"
+        """MLflow's address. Raises ConfigError for a work folder that no SQLite address can name."""
+        if self.registry.tracking_uri:
+            return self.registry.tracking_uri
+        database = (self.work / "mlflow.db").resolve()
+        if "?" in str(database):  # what follows would be read as options: the file would lie elsewhere
+            raise ConfigError(f"work = {self.work}: a '?' in its path", mend="choose a folder without '?'")
+        return f"sqlite:///{database}"
 
 
 def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str] = ()) -> Config:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftloop.pipeline.errors import VersionNotFoundError
+from draftloop.pipeline.errors import ConfigError, VersionNotFoundError
 from draftloop.pipeline.loop import GROUP
 from draftloop.pipeline.registry.registry import Registry
 from draftloop.pipeline.workspace import Workspace
@@ -34,8 +34,10 @@ def status(workspace: Workspace) -> dict[str, Any]:
         "job": None,
         "log": None,
     }
-    if not root.is_dir():
+    if not root.exists():
         return found
+    if not root.is_dir():
+        raise ConfigError(f"work = {root}: not a folder", mend="set work=FOLDER to the one to look at")
     if (root / "mlflow.db").is_file() or workspace.config.registry.tracking_uri:
         registry = workspace.open_registry()
         live = registry.champion()

@@ -384,7 +384,7 @@ def _finite(row: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _sqlite_path(uri: str) -> Path | None:
-    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+    return Path(uri.removeprefix("sqlite:///").partition("?")[0]) if uri.startswith("sqlite:///") else None
 
 
 def _make_database(client_class: Any, database: Path) -> None:

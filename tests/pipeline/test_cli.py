@@ -77,6 +77,7 @@ def test_a_work_folder_that_is_a_file_is_named_with_its_mend(tmp_path: Path) -> 
         assert done.returncode == 1, done.stderr
         assert "Traceback" not in done.stderr
         assert "work" in done.stdout
+    assert draftloop("status", "--json", cwd=tmp_path).returncode == 2
 
 
 def test_an_error_that_nobody_foresaw_is_one_json_object_too(tmp_path: Path) -> None:

@@ -101,3 +101,9 @@ def test_a_binary_file_is_not_toml(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_bytes(b"seed = 1\n\xff\xfe")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
         load([tmp_path / "bad.toml"], [])
+
+
+def test_a_work_folder_that_no_database_address_can_name_is_refused() -> None:
+    assert load([], ["work='/a b/100% #1/\u65e5\u672c'"]).tracking_uri.endswith("/a b/100% #1/\u65e5\u672c/mlflow.db")
+    with pytest.raises(ConfigError, match=r"work = /a\?b"):
+        _ = load([], ["work='/a?b'"]).tracking_uri

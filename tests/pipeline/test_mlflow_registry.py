@@ -343,3 +343,8 @@ def test_a_database_whose_making_was_cut_off_is_made_again(tmp_path: Path) -> No
     left.mkdir()
     assert MlflowRegistry(uri, "drafter").champion() is None
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_an_address_with_options_names_the_file_before_them(tmp_path: Path) -> None:
+    assert MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db?timeout=30", "drafter").champion() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
