@@ -136,12 +136,20 @@ class MlflowRegistry:
         return folder
 
     def verdict(self, version: str) -> dict[str, Any]:
-        """The signed verdict stored beside a champion's drafter. Raises VersionNotFoundError."""
+        """The signed verdict stored beside a champion's drafter. Raises VersionNotFoundError, CheckpointError."""
         with _speaking(f"reading the verdict of version {version} of {self._name}"):
             self._get(self._name, version)
             with tempfile.TemporaryDirectory() as folder:
                 found = self._download(version, "review/verdict.json", Path(folder))
-                document: dict[str, Any] = json.loads(found.read_bytes())
+                try:
+                    document = json.loads(found.read_bytes())
+                except ValueError:
+                    document = None
+                if not isinstance(document, dict):
+                    raise CheckpointError(
+                        f"version {version} of {self._name}: its verdict is not a JSON object",
+                        mend="promote the version again from its candidate, or roll back",
+                    )
                 return document
 
     # One step each.

@@ -348,3 +348,15 @@ def test_a_database_whose_making_was_cut_off_is_made_again(tmp_path: Path) -> No
 def test_an_address_with_options_names_the_file_before_them(tmp_path: Path) -> None:
     assert MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db?timeout=30", "drafter").champion() is None
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+def test_a_verdict_that_is_no_document_is_an_error_of_the_version(
+    registry: MlflowRegistry, home: Path, tmp_path: Path, content: bytes
+) -> None:
+    registry.register(make_candidate(tmp_path))
+    registry.promote("1", by="ann", reason="gains")
+    (written,) = (home / "artifacts" / registry._name).rglob("review/verdict.json")
+    written.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"version 1 of .*: its verdict is not a JSON object"):
+        registry.verdict("1")
