@@ -62,8 +62,8 @@ class LoopConfig(_Section):
 class DemoConfig(_Section):
     """Size of the demo's traffic."""
 
-    first_requests: int = Field(default=280, ge=20)  # of the first domain
-    shifted_requests: int = Field(default=160, ge=20)  # of the domain the traffic shifts to
+    first_requests: int = Field(default=240, ge=20)  # of the first domain
+    shifted_requests: int = Field(default=140, ge=20)  # of the domain the traffic shifts to
     max_tokens: int = Field(default=80, ge=8)
     watch_requests: int = Field(default=48, ge=8)  # live requests the agent watches after each swap
     speed_pairs: int = Field(default=3, ge=2)  # interleaved with/without pairs at each batch size

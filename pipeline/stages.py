@@ -120,6 +120,7 @@ class LoopStages:
             config=config.train.model_copy(update={"seed": context.seed}),
         )
         with context.screen.bar("train", 1) as advance:
+            advance(0, "features of the target first")
 
             def show(seen: TrainProgress) -> None:
                 tau = f", held-out tau {seen.heldout_tau:.2f}" if seen.heldout_tau is not None else ""
