@@ -22,7 +22,7 @@ def damaged_candidate(
     """A candidate made of the champion's weights plus seeded noise of `demo.damage` times each matrix's own spread."""
     config = workspace.config
     good_folder = fetch_once(registry, champion.version, workspace.fetched(champion.version))
-    good = open_drafter(good_folder, fingerprint=target.fingerprint)
+    good = open_drafter(good_folder, fingerprint=target.fingerprint, dtype=target.embedding.dtype)
     bad_model = open_drafter(good_folder, fingerprint=target.fingerprint).model
     generator = torch.Generator().manual_seed(config.seed)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def damaged_candidate(
     assert good.manifest.snapshot_id is not None
     snapshot = open_snapshot(workspace.snapshots / good.manifest.snapshot_id)
     rows = snapshot.rows("heldout")[-NUM_REPLAYED:]
-    bad = open_drafter(folder, fingerprint=target.fingerprint)
+    bad = open_drafter(folder, fingerprint=target.fingerprint, dtype=target.embedding.dtype)
     reports = replay(
         target,
         {"challenger": bad, "champion": good},

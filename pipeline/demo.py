@@ -325,7 +325,7 @@ class Demo:
         if version is None:
             return None
         folder = fetch_once(self.registry, version, self.workspace.fetched(version))
-        return open_drafter(folder, fingerprint=self.target.fingerprint)
+        return open_drafter(folder, fingerprint=self.target.fingerprint, dtype=self.target.embedding.dtype)
 
     def _speed(self, heldout: Sequence[Row]) -> dict[str, Any] | None:
         """Wall-clock tokens/s with and without the live drafter, interleaved in this run."""

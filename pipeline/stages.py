@@ -146,11 +146,11 @@ class LoopStages:
 
         config = self._workspace.config.replay
         snapshot = open_snapshot(Path(outputs["curate"]["folder"]))
-        fingerprint = self.target.fingerprint
+        fingerprint, dtype = self.target.fingerprint, self.target.embedding.dtype  # as the engine drafts
         parent = self._parent_folder(context)
         drafters: dict[str, DrafterChoice] = {
-            "challenger": open_drafter(Path(outputs["train"]["folder"]), fingerprint=fingerprint),
-            "champion": open_drafter(parent, fingerprint=fingerprint) if parent else self._floor(),
+            "challenger": open_drafter(Path(outputs["train"]["folder"]), fingerprint=fingerprint, dtype=dtype),
+            "champion": open_drafter(parent, fingerprint=fingerprint, dtype=dtype) if parent else self._floor(),
             "floor": "ngram",
         }
         rows = snapshot.rows("heldout")

@@ -30,7 +30,7 @@ def compare(workspace: Workspace, snapshot_folder: Path, drafters: Sequence[Path
     config = workspace.config
     candidates: dict[str, Candidate] = {"none": None, "ngram": "ngram"}
     for folder in drafters:
-        candidates[str(folder)] = open_drafter(folder, fingerprint=target.fingerprint)
+        candidates[str(folder)] = open_drafter(folder, fingerprint=target.fingerprint, dtype=target.embedding.dtype)
     rows = snapshot.rows("heldout")
     with screen.bar("replay", len(rows)) as advance:
         reports = replay(
