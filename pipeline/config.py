@@ -68,7 +68,7 @@ class DemoConfig(_Section):
     watch_requests: int = Field(default=48, ge=8)  # live requests the agent watches after each swap
     speed_pairs: int = Field(default=3, ge=2)  # interleaved with/without pairs at each batch size
     speed_tokens: int = Field(default=64, ge=8)
-    damage: float = Field(default=0.6, gt=0)  # noise on the damaged drafter's matrices, in units of their own spread
+    damage: float = Field(default=1.0, gt=0)  # noise on the damaged drafter's matrices, in units of their own spread
 
 
 class Config(_Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import msgspec
 from draftloop.pipeline import artifact
 from draftloop.pipeline.config import Config, load
 from draftloop.pipeline.data.snapshot import open_snapshot
-from draftloop.pipeline.errors import EngineError
+from draftloop.pipeline.errors import ConfigError, EngineError
 from draftloop.pipeline.lease import lease
 from draftloop.pipeline.loop import RunResult, run_once
 from draftloop.pipeline.registry.registry import fetch_once
@@ -29,6 +29,7 @@ from draftloop.pipeline.workspace import Workspace
 if TYPE_CHECKING:
     from draftloop.pipeline.data.snapshot import Row
     from draftloop.pipeline.registry.registry import Registry
+    from draftloop.pipeline.rollout.agent import Outcome
     from draftloop.serving_hooks.embedded.engine import Completion, EmbeddedEngine, Request
 
 DOMAIN_A: Domain = "kitchen"
@@ -36,6 +37,8 @@ DOMAIN_B: Domain = "python"
 PLAIN_CONCURRENCY = 32
 # On CPUs a step over more rows costs more: above about eight requests at once drafting loses what it gains.
 DRAFTING_CONCURRENCY = 8
+LEVEL_REQUESTS = 16
+NUM_ABORTED = 3
 POINT = 32  # requests between two points of the tau-over-time plot
 
 # What the demo sets before the user's own files and overrides: its tenants, and no reviewer to wait for.
@@ -67,7 +70,8 @@ class Cycle:
     verdict: str
     reasons: list[str]
     swap_ms: float | None
-    outputs_identical: bool | None
+    outputs_identical: bool | None  # canary outputs before and after the swap; in bf16 up to near ties, counted here:
+    near_ties: int | None
     by_domain: dict[str, dict[str, float]]  # domain -> tau before and after
     train: dict[str, Any]
     speed: dict[str, Any] | None = None
@@ -111,6 +115,15 @@ def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
     return result
 
 
+def _rounds_played(state: Path) -> int:
+    if not state.is_file():
+        return 0
+    try:
+        return int(json.loads(state.read_bytes())["rounds"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{state} does not say how many rounds were played", mend="remove the file") from error
+
+
 class Demo:
     """The story's actors: one engine that stays up throughout, the loop, and the agent between them."""
 
@@ -122,8 +135,7 @@ class Demo:
 
         self.workspace, self.screen, self.story = workspace, screen, Story()
         config = workspace.config
-        state = workspace.root / "demo.json"
-        self.round_number = int(json.loads(state.read_bytes())["rounds"]) if state.is_file() else 0
+        self.round_number = _rounds_played(workspace.root / "demo.json")
         self.target = workspace.load_target()
         screen.say(f"{self.target.folder}, fingerprint {self.target.fingerprint.digest}")
         self.registry: Registry = workspace.open_registry()
@@ -209,8 +221,17 @@ class Demo:
                     }
                 )
                 advance(len(completions), f"tau {seen.tau:.2f}, {tokens_per_s:.0f} tokens/s")
+        self._leave_early(requests[:NUM_ABORTED])
         self.hook.flush(timeout_s=30)
         return completions
+
+    def _leave_early(self, requests: Sequence[Request]) -> None:
+        """Clients that hang up: captured as aborted, not trained on. After the traffic, so that it stays the same."""
+        for request in requests:
+            leaving = replace(request, request_id=f"left-{request.request_id}")
+            running = self.engine.submit(leaving)
+            self.engine.cancel(leaving.request_id)
+            running.result(timeout=60)
 
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Serve with as many requests at once as this engine serves best."""
@@ -237,7 +258,9 @@ class Demo:
         tau_engine, tau_replayed = self._measure_heldout(heldout)
         cycle = self._summarise(domain, result, outputs, tau_engine, tau_replayed)
         if swap is not None:
-            cycle.swap_ms, cycle.outputs_identical = swap["swap_ms"], swap["outputs_identical"]
+            cycle.swap_ms, cycle.near_ties = swap.swap_ms, swap.near_ties
+            # The agent lets no other difference than a near tie of the two best tokens pass.
+            cycle.outputs_identical = swap.near_ties is not None
         if domain == DOMAIN_B:  # once, at the end: it takes a minute of the machine
             cycle.speed = self._speed(heldout)
         self.story.cycles.append(cycle)
@@ -265,13 +288,14 @@ class Demo:
             reasons=outputs["gate"]["reasons"],
             swap_ms=None,
             outputs_identical=None,
+            near_ties=None,
             by_domain={name: {"before": before[name], "after": after[name]} for name in sorted(after)},
             train={
                 key: outputs["train"][key] for key in ("num_steps", "num_tokens", "seconds", "tokens_per_s", "history")
             },
         )
 
-    def _swap_under_load(self, domain: Domain) -> dict[str, Any]:
+    def _swap_under_load(self, domain: Domain) -> Outcome:
         """The agent swaps while requests run; they must all finish, and the watch must pass on live traffic."""
         requests = measured_again(self._requests(domain)[:8], f"during-{len(self.story.cycles)}")
         running = [self.engine.submit(request) for request in requests]
@@ -284,7 +308,7 @@ class Demo:
             f"swapped to version {outcome.version} in {outcome.swap_ms:.0f} ms under {len(finished)} running requests"
         )
         self._watch(domain, f"watch-{len(self.story.cycles)}")
-        return {"swap_ms": outcome.swap_ms, "outputs_identical": outcome.outputs_identical}
+        return outcome
 
     def _watch(self, domain: Domain, label: str) -> str:
         """Serve live requests until the agent has made up its mind. Returns its state."""
@@ -364,16 +388,22 @@ class Demo:
         if good is None:
             self.screen.say("no champion to damage: the gate refused both cycles")
             return
+        # What the good drafter reaches in production: the level a successor is held against.
+        self._generate(measured_again(self._requests(DOMAIN_B)[:LEVEL_REQUESTS], f"level-{self.round_number}"))
+        self.agent.reconcile()
         candidate = damaged_candidate(self.workspace, self.registry, good, self.target, str(self.round_number))
         version = self.registry.register(candidate)
         bad = self.registry.promote(version.version, by="demo operator", reason="promoted by hand, without evidence")
         swapped = self.agent.reconcile()
+        self.screen.say(f"version {bad.version} is in: {swapped.reason}")
         state = swapped.state if swapped.state != "WATCHING" else self._watch(DOMAIN_B, f"damaged-{self.round_number}")
         live = self.registry.champion()
         self.story.rolled_back = (
             live is not None and live.version == good.version and self.engine.drafter_version() == good.version
         )
         self.story.damaged = {"version": bad.version, "state": state, "reason": self.agent.last_reason}
+        if not self.story.rolled_back:
+            raise EngineError(f"the damaged version {bad.version} was not taken back: {self.agent.last_reason}")
         self.screen.say(f"version {bad.version} was taken back: {self.agent.last_reason}")
 
     def _count(self, counts: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def closing_table(result: dict[str, Any], console: Console | None = None) -> Non
             f"{low:.2f}-{high:.2f}",
             cycle["verdict"],
             "-" if cycle["swap_ms"] is None else f"{cycle['swap_ms']:.0f}",
-            {None: "-", True: "yes", False: "NO"}[cycle["outputs_identical"]],
+            _same(cycle),
         )
     console = console or Console(stderr=True)
     console.print(table)
@@ -88,6 +88,14 @@ def write_report(path: Path, result: dict[str, Any]) -> None:
     path.write_text(page)
 
 
+def _same(cycle: dict[str, Any]) -> str:
+    """Whether the canary outputs stayed the same, with the near ties of the target that fell the other way."""
+    if cycle["outputs_identical"] is None:
+        return "-"
+    ties = cycle["near_ties"]
+    return ("yes" if cycle["outputs_identical"] else "NO") + (f", {ties} near ties" if ties else "")
+
+
 def _row(cells: list[str], tag: str = "td") -> str:
     return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
 
@@ -120,7 +128,7 @@ def _cycles_table(result: dict[str, Any]) -> str:
                     f"{low:.3f} to {high:.3f}",
                     html.escape(cycle["verdict"]),
                     "-" if cycle["swap_ms"] is None else f"{cycle['swap_ms']:.0f} ms",
-                    "-" if cycle["outputs_identical"] is None else _mark(cycle["outputs_identical"]),
+                    html.escape(_same(cycle)),
                 ]
             )
         )

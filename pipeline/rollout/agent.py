@@ -65,8 +65,13 @@ class Outcome:
     version: str | None  # what the engine serves now
     reason: str
     swap_ms: float | None = None  # pause to resume, of a swap in this pass
-    outputs_identical: bool | None = None  # canary outputs before and after that swap
+    near_ties: int | None = None  # canary outputs that differ from before that swap, all at near ties of the target
     decision: Decision | None = None  # of the watch
+
+    @property
+    def outputs_identical(self) -> bool | None:
+        """Whether the canary outputs are those from before the swap, token by token; None without a swap."""
+        return None if self.near_ties is None else self.near_ties == 0
 
 
 class Agent:
@@ -186,7 +191,7 @@ class Agent:
             swap_ms, tensors = self._swap(staged.folder, version)
             memory = self._enter(memory, "PROBING", f"loaded in {swap_ms:.0f} ms", swap_ms=swap_ms)
             examine.require_loaded(staged.tensors, tensors, version=version)
-            identical, after = self._prove(before, version)
+            ties, after = self._prove(before, version)
             examine.require_plausible(after.counters, version=version)
         except (EngineError, InputError) as error:
             return self._take_back(memory, error.message, result="failed")
@@ -204,7 +209,7 @@ class Agent:
         )
         kept = {name for name in (version, memory.previous.version) if name is not None}
         self._journal.prune(kept, self._config.keep_staged)
-        return memory, Outcome("WATCHING", version, memory.reason, swap_ms, identical)
+        return memory, Outcome("WATCHING", version, memory.reason, swap_ms, ties)
 
     def _previous(self, memory: Memory, version: str) -> tuple[Served, SpecCounters | None]:
         """What a roll back of `version` loads, and the level it had in production. It is brought at hand now."""
@@ -243,7 +248,7 @@ class Agent:
             self._engine.resume()
         return (time.perf_counter() - start) * 1000, tensors
 
-    def _prove(self, before: ProbeResult, version: str | None) -> tuple[bool, ProbeResult]:
+    def _prove(self, before: ProbeResult, version: str | None) -> tuple[int, ProbeResult]:
         found = self._engine.drafter_version()
         if found != version:
             raise SwapFailedError(f"the engine says it drafts with version {found}, not {version}")
@@ -256,12 +261,12 @@ class Agent:
         move_to = previous.version if alias and previous.staged else memory.alias_to
         memory = self._enter(memory, memory.state, reason, undo=reason, alias_to=move_to)
         try:
-            served, swap_ms, identical = self._restore(memory, previous)
+            served, swap_ms, ties = self._restore(memory, previous)
         except (EngineError, InputError) as error:
             self._journal.note("previous-failed", {"version": previous.version, "reason": error.message})
             if previous.version is None:
                 raise
-            served, swap_ms, identical = self._restore(memory, Served())
+            served, swap_ms, ties = self._restore(memory, Served())
         memory = self._enter(
             memory,
             "ROLLED_BACK",
@@ -276,19 +281,19 @@ class Agent:
         )
         memory = self._move_alias(memory)
         decision: Decision | None = "ROLL_BACK" if alias else None
-        return memory, Outcome("ROLLED_BACK", served.version, reason, swap_ms, identical, decision)
+        return memory, Outcome("ROLLED_BACK", served.version, reason, swap_ms, ties, decision)
 
-    def _restore(self, memory: Memory, previous: Served) -> tuple[Served, float, bool | None]:
+    def _restore(self, memory: Memory, previous: Served) -> tuple[Served, float, int | None]:
         folder = None
         if previous.version is not None:
             folder = self._journal.place(previous.version)
             artifact.verify(folder, kind="drafter", error=CheckpointError)
         swap_ms, tensors = self._swap(folder, previous.version)
         examine.require_loaded(previous.tensors, tensors, version=previous.version)
-        identical = None
+        ties = None
         if memory.probed is not None and memory.target == self._engine.fingerprint().digest:
-            identical, _ = self._prove(memory.probed, previous.version)
-        return msgspec.structs.replace(previous, tensors=tensors), swap_ms, identical
+            ties, _ = self._prove(memory.probed, previous.version)
+        return msgspec.structs.replace(previous, tensors=tensors), swap_ms, ties
 
     def _move_alias(self, memory: Memory) -> Memory:
         """Point the alias back at what is live, unless somebody moved it first; tried again at the next pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +26,10 @@ class GreedyComparison(Protocol):
     """What comparing two probes says."""
 
     @property
-    def identical(self) -> bool: ...
+    def lossless(self) -> bool: ...  # identical, or different at near ties only
 
     @property
-    def lossless(self) -> bool: ...  # identical, or different at near ties only
+    def divergences(self) -> Sequence[Any]: ...  # where a prompt's outputs first differ
 
 
 Compare = Callable[[ProbeResult, ProbeResult, float], GreedyComparison]  # before, after, tie margin
@@ -92,12 +92,12 @@ def require_loaded(staged_tensors: str, loaded_tensors: str, *, version: str | N
         )
 
 
-def require_same_outputs(before: ProbeResult, after: ProbeResult, compare: Compare, tie_margin: float) -> bool:
-    """Whether the canary outputs are identical; near-ties of the target may fall either way. Raises SwapFailedError."""
+def require_same_outputs(before: ProbeResult, after: ProbeResult, compare: Compare, tie_margin: float) -> int:
+    """How many canary outputs differ at a near tie of the target. Raises SwapFailedError for any other difference."""
     found = compare(before, after, tie_margin)
     if not found.lossless:
         raise SwapFailedError("the target's greedy outputs for the canary prompts changed with the swap")
-    return bool(found.identical)
+    return len(found.divergences)
 
 
 def require_plausible(seen: SpecCounters, *, version: str | None) -> None:

@@ -81,13 +81,13 @@ class KillableEngine(FakeEngine):
 
 @dataclass(frozen=True)
 class Compared:
-    identical: bool
+    divergences: tuple[str, ...]
     lossless: bool
 
 
 def compare(before: ProbeResult, after: ProbeResult, tie_margin: float) -> Compared:
     same = before.output_ids == after.output_ids
-    return Compared(same, same)
+    return Compared(() if same else ("first prompt",), same)
 
 
 def check_verdict(document: dict[str, Any], digest: str, fingerprint: str) -> None:
@@ -342,10 +342,11 @@ def test_outputs_that_differ_within_ties_are_let_through_and_told(stage: Stage) 
         check_verdict=check_verdict,
         canary_prompts=PROMPTS,
         config=CONFIG,
-        compare=lambda before, after, tie_margin: Compared(False, tie_margin == 0.5),
+        compare=lambda before, after, tie_margin: Compared(("a near tie",), tie_margin == 0.5),
     )
     outcome = agent.reconcile()
     assert (outcome.state, outcome.outputs_identical) == ("WATCHING", False)
+    assert outcome.near_ties == 1
 
 
 @pytest.mark.parametrize(("tau", "reason"), [(1.0, "no proposal was accepted"), (5.0, "all 400 proposals")])
