@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -120,7 +121,10 @@ def open_drafter(folder: Path, *, fingerprint: Fingerprint | None, dtype: torch.
         raise CheckpointError(f"drafter {folder}: manifest.json is of another form: {error}", mend=_MEND) from error
     if fingerprint is not None:
         require_same(fingerprint, own, expected_of="target", found_of=f"drafter {folder}")
-    tensors = load_file(folder / WEIGHTS)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"drafter {folder}: {WEIGHTS} cannot be read: {error}", mend=_MEND) from error
     if "d2t" not in tensors:
         raise CheckpointError(f"drafter {folder} has a reduced vocabulary but no d2t map", mend=_MEND)
     draft_ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)

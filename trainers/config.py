@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,7 +25,7 @@ class TrainConfig(BaseModel):
     warmup_fraction: float = Field(default=0.04, ge=0, lt=1)
     final_lr_fraction: float = Field(default=0.05, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     grad_clip: float = Field(default=1.0, gt=0)
     train_lm_head: bool = False  # frozen: a slice of the target's head
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the matrix products; parameters and moments are fp32

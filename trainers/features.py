@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from draftloop.pipeline.errors import StorageError
 from draftloop.trainers.batches import Document, DocumentFeatures
 from draftloop.trainers.target import DTYPES, Target
 
 MIN_PREFIX = 8  # shorter common beginnings are not worth a second kind of forward
+
+
+def _reserve(path: Path, num_bytes: int) -> None:
+    """Claim the file's blocks. A sparse file would end the process with SIGBUS once the disk is full."""
+    try:
+        with path.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(
+            f"no room for {num_bytes / 1e6:.0f} MB of target features at {path}: {error.strerror}",
+            mend="free disk space, or put the work folder on a larger disk; the same command then goes on",
+        ) from error
 
 
 class FeatureStore:
@@ -27,6 +42,7 @@ class FeatureStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a run that was killed may have left one
         size = (num_positions * taps + num_anchors) * hidden
+        _reserve(path, max(size, 1) * DTYPES[dtype].itemsize)
         flat = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=DTYPES[dtype])
         split = num_positions * taps * hidden
         self._taps = flat[:split].view(num_positions, taps, hidden)

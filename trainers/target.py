@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from draftloop.pipeline.errors import ModelNotFoundError
+from draftloop.pipeline.errors import ConfigError, ModelNotFoundError
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.trainers.layer_ids import check_tap_layers, default_tap_layers
 
@@ -55,19 +56,32 @@ class Target:
         name = str(path_or_id)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], attn_implementation="sdpa")
-        except (OSError, ValueError) as error:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name, dtype=DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelNotFoundError(
                 f"no target at {name!r}: {str(error).splitlines()[0]}",
                 mend="give a folder with config.json, safetensors and a tokenizer, or a hub id within reach",
             ) from error
+        absent = sorted(found["missing_keys"])
+        if absent:  # they would be random numbers, silently
+            raise ModelNotFoundError(
+                f"target {name!r} lacks {len(absent)} of its tensors, {absent[0]} among them",
+                mend="download or copy the model again",
+            )
         return cls.of(model, tokenizer, folder=name, dtype=dtype, tap_layers=tap_layers)
 
     @classmethod
     def of(
         cls, model: Any, tokenizer: Any, *, folder: str, dtype: str, tap_layers: tuple[int, ...] | None = None
     ) -> Target:
-        """Wrap a model that is already in memory."""
+        """Wrap a model that is already in memory. Raises ConfigError for one that is not of the Llama or Qwen kind."""
+        if not hasattr(getattr(model, "model", None), "layers"):
+            raise ConfigError(
+                f"target {folder!r} is of type {model.config.model_type!r}",
+                mend="drafters are trained for Llama- and Qwen-type causal language models",
+            )
         model.eval().requires_grad_(False)
         num_layers = model.config.num_hidden_layers
         taps = check_tap_layers(tap_layers, num_layers) if tap_layers else default_tap_layers(num_layers)
