@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from draftloop.pipeline.lease import lease
 from draftloop.pipeline.loop import RunResult, run_once
 from draftloop.pipeline.registry.registry import fetch_once
 from draftloop.pipeline.stages import LoopStages, peak_rss_mb
+from draftloop.pipeline.story import Cycle, Story
 from draftloop.pipeline.traffic import CONSENTING, Domain, domain_requests, measured_again, requests_of
 from draftloop.pipeline.ui import Bar, Screen
 from draftloop.pipeline.workspace import Workspace
@@ -54,40 +55,6 @@ def demo_config(files: list[Path], overrides: list[str], target: str | None) -> 
     """The demo's configuration: its defaults, the files, then the overrides."""
     extra = [f"target.path={json.dumps(target)}"] if target else []
     return load(files, [*overrides, *extra], base=DEFAULTS)
-
-
-@dataclass(slots=True)
-class Cycle:
-    """One retraining and what it brought in one domain."""
-
-    domain: str
-    tau_before: float
-    tau_after: float
-    tau_engine: float  # the live engine's counters on the held-out requests, after the swap
-    tau_replay_of_engine: float  # replay of the outputs those requests gave
-    tau_floor: float  # the n-gram floor on the same held-out requests
-    interval: tuple[float, float]  # of the ratio challenger / champion, over all held-out requests
-    verdict: str
-    reasons: list[str]
-    swap_ms: float | None
-    outputs_identical: bool | None  # canary outputs before and after the swap; in bf16 up to near ties, counted here:
-    near_ties: int | None
-    by_domain: dict[str, dict[str, float]]  # domain -> tau before and after
-    train: dict[str, Any]
-    speed: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class Story:
-    """What the demo has seen so far; the report is drawn from it."""
-
-    cycles: list[Cycle] = field(default_factory=list)
-    timeline: list[dict[str, Any]] = field(default_factory=list)  # chunks of traffic: domain, tau, version
-    positions: dict[str, list[float]] = field(default_factory=dict)  # label -> acceptance by position
-    counts: dict[str, Any] = field(default_factory=lambda: {"captured": 0, "kept": 0, "rejected": {}})
-    capture: dict[str, int] = field(default_factory=dict)
-    damaged: dict[str, Any] = field(default_factory=dict)
-    rolled_back: bool = False
 
 
 def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
@@ -300,6 +267,8 @@ class Demo:
         requests = measured_again(self._requests(domain)[:8], f"during-{len(self.story.cycles)}")
         running = [self.engine.submit(request) for request in requests]
         outcome = self.agent.reconcile()
+        if outcome.swap_ms is None or outcome.state != "WATCHING":
+            raise EngineError(f"the promoted drafter did not get in: {outcome.reason}")
         finished = [future.result(timeout=120) for future in running]
         cut = [done.request_id for done in finished if done.finish_reason == "abort"]
         if cut:
@@ -391,7 +360,9 @@ class Demo:
         # What the good drafter reaches in production: the level a successor is held against.
         self._generate(measured_again(self._requests(DOMAIN_B)[:LEVEL_REQUESTS], f"level-{self.round_number}"))
         self.agent.reconcile()
-        candidate = damaged_candidate(self.workspace, self.registry, good, self.target, str(self.round_number))
+        candidate = damaged_candidate(
+            self.workspace, self.registry, good, self.target, f"{self.round_number}-{good.version}"
+        )
         version = self.registry.register(candidate)
         bad = self.registry.promote(version.version, by="demo operator", reason="promoted by hand, without evidence")
         swapped = self.agent.reconcile()
