@@ -173,21 +173,9 @@ class Demo:
         completions: list[Completion] = []
         with self.screen.bar(f"serve {domain}", len(requests)) as advance:
             for first in range(0, len(requests), POINT):
-                before, began = self.engine.counters(), time.monotonic()
-                chunk = self._generate(requests[first : first + POINT])
-                seen, seconds = self.engine.counters().since(before), time.monotonic() - began
-                completions += chunk
-                tokens_per_s = sum(len(done.output_ids) for done in chunk) / seconds
-                self.story.timeline.append(
-                    {
-                        "requests": len(self.story.timeline) * POINT,
-                        "domain": domain,
-                        "tau": seen.tau,
-                        "version": self.engine.drafter_version(),
-                        "tokens_per_s": tokens_per_s,
-                    }
-                )
-                advance(len(completions), f"tau {seen.tau:.2f}, {tokens_per_s:.0f} tokens/s")
+                completions += self._generate(requests[first : first + POINT], domain)
+                point = self.story.timeline[-1]
+                advance(len(completions), f"tau {point['tau']:.2f}, {point['tokens_per_s']:.0f} tokens/s")
         self._leave_early(requests[:NUM_ABORTED])
         self.hook.flush(timeout_s=30)
         return completions
@@ -200,13 +188,25 @@ class Demo:
             self.engine.cancel(leaving.request_id)
             running.result(timeout=60)
 
-    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Serve with as many requests at once as this engine serves best."""
+    def _generate(self, requests: Sequence[Request], domain: str) -> list[Completion]:
+        """Serve with as many requests at once as this engine serves best: one point of the timeline."""
+        before, began = self.engine.counters(), time.monotonic()
         drafting = self.engine.drafter_version() is not None
         concurrency = DRAFTING_CONCURRENCY if drafting else PLAIN_CONCURRENCY
         done: list[Completion] = []
         for first in range(0, len(requests), concurrency):
             done += self.engine.generate(requests[first : first + concurrency])
+        seen, seconds = self.engine.counters().since(before), time.monotonic() - began
+        timeline = self.story.timeline
+        timeline.append(
+            {
+                "requests": len(requests) + (timeline[-1]["requests"] if timeline else 0),
+                "domain": domain,
+                "tau": seen.tau,
+                "version": self.engine.drafter_version(),
+                "tokens_per_s": sum(len(one.output_ids) for one in done) / seconds,
+            }
+        )
         return done
 
     def _cycle(self, domain: Domain) -> None:
@@ -222,7 +222,7 @@ class Demo:
             for row in open_snapshot(Path(outputs["curate"]["folder"])).rows("heldout")
             if row.slices.get("domain") == domain
         ]
-        tau_engine, tau_replayed = self._measure_heldout(heldout)
+        tau_engine, tau_replayed = self._measure_heldout(heldout, domain)
         cycle = self._summarise(domain, result, outputs, tau_engine, tau_replayed)
         if swap is not None:
             cycle.swap_ms, cycle.near_ties = swap.swap_ms, swap.near_ties
@@ -286,7 +286,7 @@ class Demo:
         state = "WATCHING"
         with self.screen.bar("watch live traffic", config.watch_requests) as advance:
             for first in range(0, config.watch_requests, 8):
-                self.engine.generate(measured_again(requests[first : first + 8], label))
+                self._generate(measured_again(requests[first : first + 8], label), domain)
                 outcome = self.agent.reconcile()
                 state = outcome.state
                 advance(min(first + 8, config.watch_requests), state)
@@ -294,13 +294,13 @@ class Demo:
                     break
         return state
 
-    def _measure_heldout(self, rows: Sequence[Row]) -> tuple[float, float]:
+    def _measure_heldout(self, rows: Sequence[Row], domain: str) -> tuple[float, float]:
         """tau of the live drafter on held-out requests: by the engine's counters, and by replay of what it wrote."""
         from draftloop.pipeline.data.snapshot import Row as SnapshotRow
         from draftloop.pipeline.judge.replay import replay
 
         before = self.engine.counters()
-        completions = self._generate(requests_of(rows, max_tokens=self.workspace.config.demo.max_tokens))
+        completions = self._generate(requests_of(rows, max_tokens=self.workspace.config.demo.max_tokens), domain)
         tau_engine = self.engine.counters().since(before).tau
         live = self._live_drafter()
         written = [
@@ -358,7 +358,8 @@ class Demo:
             self.screen.say("no champion to damage: the gate refused both cycles")
             return
         # What the good drafter reaches in production: the level a successor is held against.
-        self._generate(measured_again(self._requests(DOMAIN_B)[:LEVEL_REQUESTS], f"level-{self.round_number}"))
+        level = measured_again(self._requests(DOMAIN_B)[:LEVEL_REQUESTS], f"level-{self.round_number}")
+        self._generate(level, DOMAIN_B)
         self.agent.reconcile()
         candidate = damaged_candidate(
             self.workspace, self.registry, good, self.target, f"{self.round_number}-{good.version}"

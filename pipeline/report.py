@@ -70,7 +70,7 @@ def write_report(path: Path, result: dict[str, Any]) -> None:
         f"<h1>draftloop: one loop, closed</h1><p>Round {result['round']}, {result['seconds']:.0f} s, "
         f"peak memory {result['peak_rss_mb']} MB.</p>",
         "<h2>Cycles</h2>" + _cycles_table(result),
-        "<h2>tau over time</h2><p>The live engine's own counters, one point per 32 requests; "
+        "<h2>tau over time</h2><p>The live engine's own counters, one point for each batch of traffic; "
         "the colour is the drafter version.</p>" + _img(_plot_timeline(result)),
         "<h2>tau per domain</h2><p>Replay of held-out requests, before and after each cycle.</p>"
         + _img(_plot_domains(result)),
@@ -204,19 +204,17 @@ def _plot_timeline(result: dict[str, Any]) -> Figure:
     points = result["timeline"]
     versions = list(dict.fromkeys(point["version"] for point in points))
     for index, version in enumerate(versions):
-        chosen = [(number, point) for number, point in enumerate(points) if point["version"] == version]
+        chosen = [point for point in points if point["version"] == version]
         label = f"version {version}" if version else "no drafter"
-        axes.plot(
-            [32 * number for number, _ in chosen],
-            [point["tau"] for _, point in chosen],
-            "o-",
-            color=f"C{index}",
-            label=label,
-        )
-    shift = next((number for number, point in enumerate(points) if point["domain"] != points[0]["domain"]), None)
+        places, taus = [point["requests"] for point in chosen], [point["tau"] for point in chosen]
+        axes.plot(places, taus, "o", color=f"C{index}", label=label)
+    axes.plot([point["requests"] for point in points], [point["tau"] for point in points], color="0.8", zorder=0)
+    shift = next((point for point in points if point["domain"] != points[0]["domain"]), None)
     if shift is not None:
-        axes.axvline(32 * shift - 16, color="0.6", linestyle=":")
-        axes.text(32 * shift - 12, axes.get_ylim()[1], f"shift to {points[shift]['domain']}", va="top", fontsize=9)
+        axes.axvline(shift["requests"], color="0.6", linestyle=":")
+        axes.annotate(
+            f" shift to {shift['domain']}", (shift["requests"], 1), xycoords=("data", "axes fraction"), va="top"
+        )
     axes.set(xlabel="requests served", ylabel="tau", ylim=(0.9, None))
     axes.legend(frameon=False)
     return figure
