@@ -225,7 +225,8 @@ class Demo:
         tau_engine, tau_replayed = self._measure_heldout(heldout, domain)
         cycle = self._summarise(domain, result, outputs, tau_engine, tau_replayed)
         if swap is not None:
-            cycle.swap_ms, cycle.near_ties = swap.swap_ms, swap.near_ties
+            cycle.swap_ms = swap.swap_ms
+            cycle.near_ties = [tie._asdict() for tie in swap.near_ties or ()]
             # The agent lets no other difference than a near tie of the two best tokens pass.
             cycle.outputs_identical = swap.near_ties is not None
         if domain == DOMAIN_B:  # once, at the end: it takes a minute of the machine

@@ -92,8 +92,15 @@ def _same(cycle: dict[str, Any]) -> str:
     """Whether the canary outputs stayed the same, with the near ties of the target that fell the other way."""
     if cycle["outputs_identical"] is None:
         return "-"
-    ties = cycle["near_ties"]
-    return ("yes" if cycle["outputs_identical"] else "NO") + (f", {ties} near ties" if ties else "")
+    number = len(cycle["near_ties"])
+    ties = f", {number} near tie{'s' if number > 1 else ''}" if number else ""
+    return ("yes" if cycle["outputs_identical"] else "NO") + ties
+
+
+def _same_with_margins(cycle: dict[str, Any]) -> str:
+    """The same with each near tie's margin: the logits by which the target's best token led its second best."""
+    margins = ", ".join(f"{tie['margin']:.2f}" for tie in cycle["near_ties"] or ())
+    return _same(cycle) + (f" (margin {margins})" if margins else "")
 
 
 def _row(cells: list[str], tag: str = "td") -> str:
@@ -128,7 +135,7 @@ def _cycles_table(result: dict[str, Any]) -> str:
                     f"{low:.3f} to {high:.3f}",
                     html.escape(cycle["verdict"]),
                     "-" if cycle["swap_ms"] is None else f"{cycle['swap_ms']:.0f} ms",
-                    html.escape(_same(cycle)),
+                    html.escape(_same_with_margins(cycle)),
                 ]
             )
         )

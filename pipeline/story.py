@@ -20,8 +20,8 @@ class Cycle:
     verdict: str
     reasons: list[str]
     swap_ms: float | None
-    outputs_identical: bool | None  # canary outputs before and after the swap; in bf16 up to near ties, counted here:
-    near_ties: int | None
+    outputs_identical: bool | None  # canary outputs before and after the swap; in bf16 up to near ties, listed here:
+    near_ties: list[dict[str, Any]] | None  # prompt, position, margin in logits
     by_domain: dict[str, dict[str, float]]  # domain -> tau before and after
     train: dict[str, Any]
     speed: dict[str, Any] | None = None

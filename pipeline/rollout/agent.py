@@ -65,13 +65,13 @@ class Outcome:
     version: str | None  # what the engine serves now
     reason: str
     swap_ms: float | None = None  # pause to resume, of a swap in this pass
-    near_ties: int | None = None  # canary outputs that differ from before that swap, all at near ties of the target
+    near_ties: examine.Ties | None = None  # canary outputs that differ from before that swap, each at a near tie
     decision: Decision | None = None  # of the watch
 
     @property
     def outputs_identical(self) -> bool | None:
         """Whether the canary outputs are those from before the swap, token by token; None without a swap."""
-        return None if self.near_ties is None else self.near_ties == 0
+        return None if self.near_ties is None else not self.near_ties
 
 
 class Agent:
@@ -248,7 +248,7 @@ class Agent:
             self._engine.resume()
         return (time.perf_counter() - start) * 1000, tensors
 
-    def _prove(self, before: ProbeResult, version: str | None) -> tuple[int, ProbeResult]:
+    def _prove(self, before: ProbeResult, version: str | None) -> tuple[examine.Ties, ProbeResult]:
         found = self._engine.drafter_version()
         if found != version:
             raise SwapFailedError(f"the engine says it drafts with version {found}, not {version}")
@@ -283,7 +283,7 @@ class Agent:
         decision: Decision | None = "ROLL_BACK" if alias else None
         return memory, Outcome("ROLLED_BACK", served.version, reason, swap_ms, ties, decision)
 
-    def _restore(self, memory: Memory, previous: Served) -> tuple[Served, float, int | None]:
+    def _restore(self, memory: Memory, previous: Served) -> tuple[Served, float, examine.Ties | None]:
         folder = None
         if previous.version is not None:
             folder = self._journal.place(previous.version)

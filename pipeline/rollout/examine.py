@@ -14,6 +14,7 @@ import msgspec
 from draftloop.pipeline import artifact
 from draftloop.pipeline.errors import CheckpointError, SwapFailedError
 from draftloop.pipeline.fingerprint import Fingerprint, require_same
+from draftloop.pipeline.losslessness import Divergence
 from draftloop.pipeline.records import ProbeResult, SpecCounters
 from draftloop.pipeline.registry.registry import Registry
 
@@ -29,9 +30,10 @@ class GreedyComparison(Protocol):
     def lossless(self) -> bool: ...  # identical, or different at near ties only
 
     @property
-    def divergences(self) -> Sequence[Any]: ...  # where a prompt's outputs first differ
+    def divergences(self) -> Sequence[Divergence]: ...  # where a prompt's outputs first differ
 
 
+Ties = tuple[Divergence, ...]
 Compare = Callable[[ProbeResult, ProbeResult, float], GreedyComparison]  # before, after, tie margin
 
 
@@ -92,12 +94,12 @@ def require_loaded(staged_tensors: str, loaded_tensors: str, *, version: str | N
         )
 
 
-def require_same_outputs(before: ProbeResult, after: ProbeResult, compare: Compare, tie_margin: float) -> int:
-    """How many canary outputs differ at a near tie of the target. Raises SwapFailedError for any other difference."""
+def require_same_outputs(before: ProbeResult, after: ProbeResult, compare: Compare, tie_margin: float) -> Ties:
+    """The canary outputs that differ at a near tie of the target. Raises SwapFailedError for any other difference."""
     found = compare(before, after, tie_margin)
     if not found.lossless:
         raise SwapFailedError("the target's greedy outputs for the canary prompts changed with the swap")
-    return len(found.divergences)
+    return tuple(found.divergences)
 
 
 def require_plausible(seen: SpecCounters, *, version: str | None) -> None:

@@ -20,6 +20,7 @@ from draftloop.pipeline.errors import (
 )
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.lease import lease
+from draftloop.pipeline.losslessness import Divergence
 from draftloop.pipeline.records import ProbeResult, SpecCounters
 from draftloop.pipeline.registry.registry import Candidate, MemoryRegistry, Version
 from draftloop.pipeline.rollout.agent import Agent, AgentConfig
@@ -81,13 +82,13 @@ class KillableEngine(FakeEngine):
 
 @dataclass(frozen=True)
 class Compared:
-    divergences: tuple[str, ...]
+    divergences: tuple[Divergence, ...]
     lossless: bool
 
 
 def compare(before: ProbeResult, after: ProbeResult, tie_margin: float) -> Compared:
     same = before.output_ids == after.output_ids
-    return Compared(() if same else ("first prompt",), same)
+    return Compared(() if same else (Divergence(0, 0, 9.0, False),), same)
 
 
 def check_verdict(document: dict[str, Any], digest: str, fingerprint: str) -> None:
@@ -342,11 +343,11 @@ def test_outputs_that_differ_within_ties_are_let_through_and_told(stage: Stage) 
         check_verdict=check_verdict,
         canary_prompts=PROMPTS,
         config=CONFIG,
-        compare=lambda before, after, tie_margin: Compared(("a near tie",), tie_margin == 0.5),
+        compare=lambda before, after, tie_margin: Compared((Divergence(0, 3, 0.1, True),), tie_margin == 0.5),
     )
     outcome = agent.reconcile()
     assert (outcome.state, outcome.outputs_identical) == ("WATCHING", False)
-    assert outcome.near_ties == 1
+    assert outcome.near_ties == (Divergence(0, 3, 0.1, True),)
 
 
 @pytest.mark.parametrize(("tau", "reason"), [(1.0, "no proposal was accepted"), (5.0, "all 400 proposals")])

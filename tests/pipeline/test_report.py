@@ -27,7 +27,7 @@ def result(*, cycles: int = 2) -> dict[str, Any]:
         "reasons": ["tau 2.125 against 1.000"],
         "swap_ms": 237.4,
         "outputs_identical": True,
-        "near_ties": 3,
+        "near_ties": [{"prompt": 1, "position": 4, "margin": 0.125, "tie": True}],
         "by_domain": {"kitchen": {"before": 1.0, "after": 2.125}},
         "train": {"history": [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}]},
         "speed": {
@@ -63,7 +63,17 @@ def test_the_report_is_one_file_with_its_plots_inside_and_nothing_to_fetch(tmp_p
 def test_the_report_tells_every_number_of_a_cycle(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", result())
     page = (tmp_path / "report.html").read_text()
-    for told in ("2.125", "2.250", "2.245", "1.500", "1.900 to 2.300", "237 ms", "yes, 3 near ties", "1.50", "aborted"):
+    for told in (
+        "2.125",
+        "2.250",
+        "2.245",
+        "1.500",
+        "1.900 to 2.300",
+        "237 ms",
+        "yes, 1 near tie (margin 0.12)",
+        "1.50",
+        "aborted",
+    ):
         assert told in page, told
 
 
