@@ -101,6 +101,8 @@ def demo(
     result = run_demo(Workspace(demo_config(config or [], overrides or [], target)), Screen())
     if json_out:
         print(json.dumps(result))
+    if not result["rolled_back"]:  # the story did not end as it should: told above, and by the exit code
+        raise typer.Exit(1)
 
 
 @app.command("run-once")
