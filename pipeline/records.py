@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -96,45 +96,42 @@ class _SchemaOnly(msgspec.Struct):
     schema: int
 
 
+N = TypeVar("N", int, float)
 _schema_decoder = msgspec.msgpack.Decoder(_SchemaOnly)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids to little-endian uint32 bytes. Raises OverflowError for a negative or over-wide id."""
-    packed = array.array("I", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _little_endian(array.array("I", ids)).tobytes()
 
 
 def unpack_ids(raw: bytes) -> list[int]:
     """The inverse of pack_ids. Raises UndecodableRecordError for a ragged length."""
-    if len(raw) % 4:
-        raise UndecodableRecordError(f"token ids of {len(raw)} bytes: not a multiple of 4")
-    ids = array.array("I")
-    ids.frombytes(raw)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
+    return _unpacked(array.array("I"), raw, "token ids").tolist()
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
     """Floats to little-endian float32 bytes."""
-    packed = array.array("f", values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _little_endian(array.array("f", values)).tobytes()
 
 
 def unpack_floats(raw: bytes) -> list[float]:
     """The inverse of pack_floats. Raises UndecodableRecordError for a ragged length."""
+    return _unpacked(array.array("f"), raw, "floats").tolist()
+
+
+def _unpacked(into: array.array[N], raw: bytes, what: str) -> array.array[N]:
     if len(raw) % 4:
-        raise UndecodableRecordError(f"floats of {len(raw)} bytes: not a multiple of 4")
-    values = array.array("f")
-    values.frombytes(raw)
+        raise UndecodableRecordError(f"{what} of {len(raw)} bytes: not a multiple of 4")
+    into.frombytes(raw)
+    return _little_endian(into)
+
+
+def _little_endian(numbers: array.array[N]) -> array.array[N]:
+    """Between the machine's byte order and the wire's; its own inverse."""
     if sys.byteorder == "big":
-        values.byteswap()
-    return values.tolist()
+        numbers.byteswap()
+    return numbers
 
 
 def encode(record: CapturedRequest) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_a_drafter_whose_weights_are_no_safetensors_is_a_checkpoint_error(tmp_pa
 
     good = tmp_path / "good"
     _publish_tiny(good)
-    manifest = __import__("json").loads((good / "manifest.json").read_bytes())
+    manifest = json.loads((good / "manifest.json").read_bytes())
     del manifest["files"]
     with staging(tmp_path / "bad") as draft:
         shutil.copy(good / "config.json", draft)
