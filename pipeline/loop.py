@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from draftloop.pipeline import artifact
-from draftloop.pipeline.data.curate import Window
+from draftloop.pipeline.data.curate import Window, pending_window
 from draftloop.pipeline.errors import EmptySnapshotError, InputError
 from draftloop.pipeline.fingerprint import require_same_digest
 from draftloop.pipeline.lease import lease
@@ -186,15 +186,15 @@ def _unfinished(workspace: Workspace, stages: Stages) -> JobPlan | None:
 
 def _new_plan(workspace: Workspace, stages: Stages, log: CaptureLog) -> JobPlan | str:
     topic = workspace.raw_topic()
-    start, stop = log.committed(GROUP, topic), log.end_offsets(topic)
-    num_new = sum(stop.values()) - sum(start.values())
+    pending = pending_window(log, topic, GROUP)
+    num_new = pending.num_entries
     if num_new < workspace.config.loop.min_new_records:
         return f"{num_new} new records, loop.min_new_records is {workspace.config.loop.min_new_records}"
     champion = stages.champion()
     settings = {
         "topic": topic,
-        "start": start,
-        "stop": stop,
+        "start": pending.start,
+        "stop": pending.stop,
         "fingerprint": stages.fingerprint_digest(),
         "parent": champion.version if champion else None,
         "parent_digest": champion.digest if champion else None,

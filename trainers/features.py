@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,7 +51,7 @@ class FeatureStore:
         self._tap_starts = _starts([document.num_positions for document in documents])
         self._anchor_starts = _starts([document.num_anchors for document in documents])
 
-    def fill(self, target: Target, *, batch_tokens: int, on_batch: Callable[[int], None] | None = None) -> None:
+    def fill(self, target: Target, *, batch_tokens: int) -> None:
         """Run the target over every document, longest first, in right-padded batches of at most batch_tokens.
 
         What all documents begin with (a system prompt) is run once.
@@ -77,8 +77,6 @@ class FeatureStore:
                 if prefix is not None:
                     taps, last = (torch.cat([a[0], b]) for a, b in zip(prefix.features, (taps, last), strict=True))
                 self._keep(index, taps, last, target.head)
-            if on_batch is not None:
-                on_batch(len(chosen))
 
     def _keep(self, index: int, taps: Tensor, last: Tensor, head: Tensor) -> None:
         """Store what training reads of one document's features [T', ...], T' at least its length."""
