@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from draftloop.pipeline.data.curate import CurateConfig
 from draftloop.pipeline.errors import ConfigError
 from draftloop.pipeline.judge.config import GateConfig
 from draftloop.pipeline.rollout.agent import AgentConfig
+from draftloop.pipeline.stream.kafka_config import KafkaConfig
 from draftloop.pipeline.stream.policy import ConsentPolicy
 from draftloop.serving_hooks.capture import CaptureLimits
 from draftloop.serving_hooks.embedded.types import EngineConfig
 from draftloop.trainers.config import TrainConfig
+
+_SECRET = re.compile(r"password|passwd|secret|token(?!s)|credential|sasl|security", re.IGNORECASE)
 
 
 class _Section(BaseModel):
@@ -32,10 +36,16 @@ class TargetConfig(_Section):
 
 
 class LogConfig(_Section):
-    """Where captured requests are kept."""
+    """Where captured requests are kept. `log=kafka` is short for `log.kind="kafka"`."""
 
-    kind: Literal["sqlite"] = "sqlite"
-    num_partitions: int = Field(default=4, ge=1, le=256)
+    kind: Literal["sqlite", "kafka"] = "sqlite"
+    num_partitions: int = Field(default=4, ge=1, le=256)  # of a SQLite log's topics; Kafka's are in the access TOML
+    kafka: KafkaConfig = KafkaConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
 
 
 class ReplayConfig(_Section):
@@ -127,7 +137,9 @@ def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str]
             if first["type"] == "extra_forbidden"
             else "see `draftloop config` for every key with its present value"
         )
-        raise ConfigError(f"setting {key} = {first.get('input')!r}: {first['msg']}", mend=mend) from error
+        # Not even an unknown key may bring its value into a message: it may be a password in the wrong place.
+        shown = "***" if _SECRET.search(key) else repr(first.get("input"))
+        raise ConfigError(f"setting {key} = {shown}: {first['msg']}", mend=mend) from None
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -5,6 +5,7 @@ DraftloopError                      exit code 1
 │   ├── ConfigError
 │   ├── ModelNotFoundError
 │   ├── FingerprintMismatchError
+│   ├── MissingTopicError           the log has no topic of that name
 │   ├── RecordError
 │   │   ├── UndecodableRecordError
 │   │   ├── NewerSchemaError
@@ -14,7 +15,20 @@ DraftloopError                      exit code 1
 │   └── CheckpointError
 ├── GateRefusedError                exit code 3
 ├── LeaseHeldError                  exit code 75
-├── StorageError                    the disk or the log file refused a write
+├── StorageError                    the disk or the log refused a write
+│   └── AppendError                 some entries of a batch did not arrive; says which
+├── BrokerError                     Kafka refused or is not there
+│   ├── BrokerUnreachableError      nothing answers at the address
+│   ├── UnknownCaError              the broker's certificate is not from the CA given
+│   ├── CertificateExpiredError     the broker's or our own certificate is out of date
+│   ├── ClientCertificateError      the broker wants a certificate of ours, or refuses the one it got
+│   ├── AuthenticationError         wrong password, unknown user, refused token
+│   ├── AccessDeniedError           an ACL is missing
+│   ├── WrongClusterError           the broker belongs to another cluster than the one pinned
+│   └── LocalBrokerError            a broker on this machine could not be started or stopped
+│       ├── JavaNotFoundError
+│       └── KafkaJarsNotFoundError
+├── AccessSurpriseError             `access verify` saw something allowed or forbidden that should not be
 ├── TrainingError
 │   └── NonFiniteError              loss or gradient is not finite; the optimizer did not move
 ├── RegistryError
@@ -26,11 +40,14 @@ DraftloopError                      exit code 1
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class DraftloopError(Exception):
     """Root of all errors raised on purpose; `mend` says what the reader can do about it."""
 
     exit_code = 1
+    reason = "log_error"  # what a dropped record is counted under when this kept it from the log
 
     def __init__(self, message: str, *, mend: str | None = None) -> None:
         super().__init__(message)
@@ -59,6 +76,12 @@ class FingerprintMismatchError(InputError):
     """Two artifacts belong to different targets."""
 
 
+class MissingTopicError(InputError):
+    """The log has no topic of that name."""
+
+    reason = "missing_topic"
+
+
 class RecordError(InputError):
     """A record of the capture log cannot be used."""
 
@@ -73,6 +96,8 @@ class NewerSchemaError(RecordError):
 
 class RecordTooLargeError(RecordError):
     """The record is over the log's size limit."""
+
+    reason = "too_large"
 
 
 class SnapshotError(InputError):
@@ -101,6 +126,87 @@ class LeaseHeldError(DraftloopError):
 
 class StorageError(DraftloopError):
     """A write did not reach the disk."""
+
+
+class AppendError(StorageError):
+    """Some entries of a batch did not arrive; every index in neither map did."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        refused: Mapping[int, DraftloopError],
+        failed: Mapping[int, DraftloopError],
+        mend: str | None = None,
+    ) -> None:
+        """refused: index -> why it never will arrive. failed: index -> why it did not this time."""
+        super().__init__(message, mend=mend)
+        self.refused = dict(refused)
+        self.failed = dict(failed)
+
+
+class BrokerError(DraftloopError):
+    """Kafka refused or is not there."""
+
+    reason = "broker_error"
+
+
+class BrokerUnreachableError(BrokerError):
+    """Nothing answers at the address."""
+
+    reason = "unreachable"
+
+
+class UnknownCaError(BrokerError):
+    """The broker's certificate is not from the CA given."""
+
+    reason = "tls"
+
+
+class CertificateExpiredError(BrokerError):
+    """The broker's or our own certificate is out of date."""
+
+    reason = "tls"
+
+
+class ClientCertificateError(BrokerError):
+    """The broker wants a certificate of ours, or refuses the one it got."""
+
+    reason = "tls"
+
+
+class AuthenticationError(BrokerError):
+    """Wrong password, unknown user or refused token."""
+
+    reason = "authentication"
+
+
+class AccessDeniedError(BrokerError):
+    """An ACL is missing: the message names principal, operation and resource."""
+
+    reason = "access_denied"
+
+
+class WrongClusterError(BrokerError):
+    """The broker belongs to another cluster than the one pinned."""
+
+    reason = "wrong_cluster"
+
+
+class LocalBrokerError(BrokerError):
+    """A broker on this machine could not be started or stopped."""
+
+
+class JavaNotFoundError(LocalBrokerError):
+    """No Java, or one too old."""
+
+
+class KafkaJarsNotFoundError(LocalBrokerError):
+    """No folder with Kafka's jars."""
+
+
+class AccessSurpriseError(DraftloopError):
+    """`access verify` saw an act allowed that should be forbidden, or the other way round."""
 
 
 class TrainingError(DraftloopError):

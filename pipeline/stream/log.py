@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from draftloop.pipeline.errors import InputError
+from draftloop.pipeline.errors import InputError, MissingTopicError
 
 
 class LogEntry(NamedTuple):
@@ -31,7 +31,10 @@ Offsets = dict[int, int]  # partition -> next offset
 
 
 class CaptureLog(Protocol):
-    """A durable stream. Offsets are dense per partition, start at 0 and are never reused."""
+    """A durable stream. Offsets are dense per partition, start at 0 and are never reused.
+
+    Old entries may expire: they leave gaps at the low end, never in the numbering. Every method may raise BrokerError.
+    """
 
     def create_topic(self, topic: str, *, num_partitions: int) -> None:
         """Make a topic; an existing one with the same partition count is left as it is. Raises InputError otherwise."""
@@ -40,7 +43,10 @@ class CaptureLog(Protocol):
         """Topic -> number of partitions."""
 
     def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
-        """Durably append all or nothing. Raises InputError (no topic), StorageError (disk)."""
+        """Append durably. Raises MissingTopicError, StorageError (nothing arrived), AppendError (tells what not)."""
+
+    def start_offsets(self, topic: str) -> Offsets:
+        """The offset of each partition's oldest entry that is still there; the end offset where none is."""
 
     def end_offsets(self, topic: str) -> Offsets:
         """The next offset of each partition."""
@@ -63,10 +69,12 @@ def partition_of(key: bytes, num_partitions: int) -> int:
     return zlib.crc32(key) % num_partitions
 
 
-def unknown_topic(topic: str, known: Sequence[str]) -> InputError:
+def unknown_topic(topic: str, known: Sequence[str]) -> MissingTopicError:
     """The one wording for a topic that is not there."""
     there = ", ".join(sorted(known)) or "none"
-    return InputError(f"no topic {topic!r} in the log (it has: {there})", mend="create it first")
+    return MissingTopicError(
+        f"no topic {topic!r} in the log (it has: {there})", mend="create it first (Kafka: `draftloop access apply`)"
+    )
 
 
 class MemoryLog:
@@ -96,6 +104,10 @@ class MemoryLog:
                 index = partition_of(entry.key, len(partitions))
                 stored = StoredEntry(index, len(partitions[index]), self._clock_ms, entry.key, entry.value)
                 partitions[index].append(stored)
+
+    def start_offsets(self, topic: str) -> Offsets:
+        with self._lock:
+            return {index: 0 for index, _ in enumerate(self._partitions(topic))}
 
     def end_offsets(self, topic: str) -> Offsets:
         with self._lock:

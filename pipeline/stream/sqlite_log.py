@@ -99,6 +99,13 @@ class SqliteLog:
             moved = [(offset, identity, number) for number, offset in heads.items()]
             connection.executemany("UPDATE partitions SET next_offset = ? WHERE topic = ? AND number = ?", moved)
 
+    def start_offsets(self, topic: str) -> Offsets:
+        """As CaptureLog."""
+        query = "SELECT number, MIN(offset) FROM entries WHERE topic = ? GROUP BY number"
+        with self._reading("read offsets") as connection:
+            identity, heads = self._heads(connection, topic)
+            return {**heads, **dict(connection.execute(query, (identity,)).fetchall())}
+
     def end_offsets(self, topic: str) -> Offsets:
         """As CaptureLog."""
         with self._reading("read offsets") as connection:
