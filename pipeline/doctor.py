@@ -20,15 +20,23 @@ NEEDED = {
     "mlflow": "pip install 'draftloop[mlflow]'",
     "cryptography": "pip install 'draftloop[mlflow]'",
 }
+NEEDED_FOR_KAFKA = {
+    "kafka-python": "pip install 'draftloop[kafka]'",
+    "crc32c": "pip install 'draftloop[kafka]' (without it every record costs 30 times as much)",
+    "zstandard": "pip install 'draftloop[kafka]'",
+}
 MIN_FREE_GB = 2.0
 
 
 def examine(workspace: Workspace) -> list[dict[str, Any]]:
     """Findings in the order a run meets them: {"check", "ok", "detail", "mend"}."""
-    findings = [_package(name, mend) for name, mend in NEEDED.items()]
+    kafka = workspace.config.log.kind == "kafka"
+    findings = [_package(name, mend) for name, mend in {**NEEDED, **(NEEDED_FOR_KAFKA if kafka else {})}.items()]
     checks: list[tuple[str, Callable[[Workspace], str]]] = [
         ("work folder", _disk),
+        *([("broker", _broker), ("secrets", _secrets)] if kafka else []),
         ("capture log", _log),
+        ("audit topic", _audit),
         ("registry", _registry),
         ("target", _target),
     ]
@@ -75,6 +83,35 @@ def _log(workspace: Workspace) -> str:
     log = workspace.open_log()
     try:
         return f"{sum(log.end_offsets(workspace.raw_topic()).values())} records in {workspace.raw_topic()}"
+    finally:
+        log.close()
+
+
+def _broker(workspace: Workspace) -> str:
+    """Address, TLS, login and cluster, each told apart: the client library folds them into one time-out."""
+    from draftloop.pipeline.stream.kafka_connect import probe
+
+    kafka = workspace.config.log.kafka
+    security = kafka.required()
+    cluster = probe(kafka)
+    return f"cluster {cluster.cluster_id}, {cluster.num_brokers} broker(s), logged in as {security.principal}"
+
+
+def _secrets(workspace: Workspace) -> str:
+    security = workspace.config.log.kafka.required()
+    files = [path for path in (security.password_file, security.key_file, security.key_password_file) if path]
+    for path in files:
+        if path.exists() and path.stat().st_mode & 0o077:
+            raise DraftloopError(f"{path} can be read by others", mend=f"chmod 600 {path}")
+    return f"{len(files)} file(s), readable by their owner only"
+
+
+def _audit(workspace: Workspace) -> str:
+    from draftloop.pipeline.stream.audit import AUDIT_TOPIC
+
+    log = workspace.open_log()
+    try:
+        return f"{sum(log.end_offsets(AUDIT_TOPIC).values())} records in {AUDIT_TOPIC}"
     finally:
         log.close()
 

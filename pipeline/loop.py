@@ -26,7 +26,7 @@ from draftloop.pipeline.stream.log import CaptureLog
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.workspace import Workspace
 
-GROUP = "run-once"
+GROUP = "draftloop.curator.run-once"  # the curator's ACL covers groups under this prefix
 STAGES = ("curate", "train", "replay", "gate", "register", "promote")
 
 

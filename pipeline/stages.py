@@ -14,6 +14,7 @@ from draftloop.pipeline.data.curate import Window, curate, publish_curated
 from draftloop.pipeline.data.snapshot import Snapshot, open_snapshot
 from draftloop.pipeline.errors import CheckpointError, InputError, SwapRefusedError
 from draftloop.pipeline.registry.registry import Registry, Version, fetch_once
+from draftloop.pipeline.stream.audit import LogAudit, audited
 from draftloop.pipeline.stream.log import CaptureLog
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.workspace import Workspace
@@ -80,7 +81,20 @@ class LoopStages:
         return self.target.fingerprint.digest
 
     def _curate(self, context: JobContext, outputs: Outputs) -> dict[str, Any]:
-        with context.screen.bar("curate", context.window.num_entries) as advance:
+        window = context.window
+        offsets = {
+            f"partition {number}": f"{window.start.get(number, 0)}..{stop}" for number, stop in window.stop.items()
+        }
+        with (
+            audited(
+                LogAudit(context.log),
+                "window.read",
+                by=self._workspace.actor(),
+                subject=window.topic,
+                details={"job": context.key, **offsets},
+            ),
+            context.screen.bar("curate", window.num_entries) as advance,
+        ):
             curated = curate(
                 context.log,
                 context.window,

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftloop.pipeline.errors import ConfigError, VersionNotFoundError
+from draftloop.pipeline.data.curate import pending_window
+from draftloop.pipeline.errors import ConfigError, DraftloopError, VersionNotFoundError
 from draftloop.pipeline.loop import GROUP
 from draftloop.pipeline.registry.registry import Registry
-from draftloop.pipeline.workspace import Workspace
+from draftloop.pipeline.workspace import RAW_PREFIX, Workspace
 
 
 def version_before(registry: Registry) -> str:
@@ -55,8 +56,8 @@ def status(workspace: Workspace) -> dict[str, Any]:
         key = str(plan.get("key", "unknown"))
         done = sorted(path.stem for path in (workspace.jobs / key).glob("*.json"))
         found["job"] = {"key": key, "outputs": done} | ({"error": plan["error"]} if "error" in plan else {})
-    if (root / "capture.db").is_file():
-        found["log"] = _log(root / "capture.db")
+    if workspace.config.log.kind == "kafka" or (root / "capture.db").is_file():
+        found["log"] = _log(workspace)
     return found
 
 
@@ -69,19 +70,23 @@ def _read(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"error": f"{file} cannot be read"}
 
 
-def _log(file: Path) -> list[dict[str, Any]]:
-    """Every topic there is: whoever asks need not know which target the traffic was for."""
-    from draftloop.pipeline.stream.sqlite_log import SqliteLog
-
-    log = SqliteLog(file)
+def _log(workspace: Workspace) -> list[dict[str, Any]]:
+    """Every raw topic there is: whoever asks need not know which target the traffic was for."""
+    rows: list[dict[str, Any]] = []
     try:
-        rows = []
-        for topic in sorted(log.topics()):
-            total, used = sum(log.end_offsets(topic).values()), sum(log.committed(GROUP, topic).values())
-            rows.append({"topic": topic, "records": total, "not_yet_used": total - used})
-        return rows
-    finally:
-        log.close()
+        log = workspace.open_log(make_topics=False)
+        try:
+            for topic in sorted(log.topics()):
+                if topic.startswith(RAW_PREFIX):
+                    window = pending_window(log, topic, GROUP)
+                    starts, ends = log.start_offsets(topic), log.end_offsets(topic)
+                    there = sum(end - starts[number] for number, end in ends.items())
+                    rows.append({"topic": topic, "records": there, "not_yet_used": window.num_entries})
+        finally:
+            log.close()
+    except DraftloopError as error:  # the rest is still told
+        rows.append({"error": error.message})
+    return rows
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -100,5 +105,6 @@ def describe(found: dict[str, Any]) -> str:
         has = f"{job['key']} (has {', '.join(job['outputs']) or 'only its plan'})"
         lines.append(f"open job      {job.get('error') or has}")
     for log in found["log"] or ():
-        lines.append(f"log           {log['topic']}: {log['records']} records, {log['not_yet_used']} not yet used")
+        used = f"{log.get('topic')}: {log.get('records')} records, {log.get('not_yet_used')} not yet used"
+        lines.append(f"log           {log.get('error') or used}")
     return "\n".join(lines)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftloop.pipeline.config import Config
-from draftloop.pipeline.errors import ModelNotFoundError, StorageError
+from draftloop.pipeline.errors import DraftloopError, ModelNotFoundError, StorageError
+from draftloop.pipeline.stream.audit import AUDIT_TOPIC, Audit
 from draftloop.pipeline.stream.log import CaptureLog
 
 if TYPE_CHECKING:
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
     from draftloop.pipeline.registry.registry import Registry
     from draftloop.trainers.target import Target
+
+RAW_PREFIX = "draftloop.raw."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +59,28 @@ class Workspace:
         """Where a champion version's folder is kept once it was downloaded."""
         return self.root / "fetched" / version
 
-    def raw_topic(self) -> str:
-        """One topic a target model: a drafter is trained for one target."""
+    def slug(self) -> str:
+        """The target's name in topics: one topic a target model, because a drafter is trained for one target."""
         slug = re.sub(r"[^a-z0-9-]+", "-", Path(self.config.target.path).name.lower()).strip("-")
-        return f"draftloop.raw.{slug or 'target'}"
+        return slug or "target"
+
+    def raw_topic(self) -> str:
+        """What the hooks write."""
+        return f"{RAW_PREFIX}{self.slug()}"
+
+    def dlq_topic(self) -> str:
+        """Where entries go that are no records."""
+        return f"draftloop.dlq.{self.slug()}"
+
+    def actor(self) -> str:
+        """Who reads the log here, for the audit topic: the Kafka principal, or this machine's user."""
+        security = self.config.log.kafka.security
+        if self.config.log.kind == "kafka" and security is not None:
+            return security.principal
+        try:
+            return pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            return f"uid {os.getuid()}"
 
     def require_target(self) -> None:
         """Raise ModelNotFoundError for a path where nothing is; a hub id is only told when it is loaded."""
@@ -73,21 +97,41 @@ class Workspace:
                 mend="set work=FOLDER to one you can write",
             ) from error
 
-    def open_log(self) -> CaptureLog:
-        """The capture log, with the raw topic made. Every caller closes its own."""
+    def open_log(self, *, make_topics: bool = True) -> CaptureLog:
+        """The capture log. Every caller closes its own. Kafka's topics are made by `draftloop access apply` alone."""
+        self._make_root()
+        if self.config.log.kind == "kafka":
+            from draftloop.pipeline.stream.kafka_log import KafkaLog
+
+            self.config.log.kafka.required()
+            return KafkaLog(self.config.log.kafka)
         from draftloop.pipeline.stream.sqlite_log import SqliteLog
 
-        self._make_root()
         log = SqliteLog(self.root / "capture.db")
-        log.create_topic(self.raw_topic(), num_partitions=self.config.log.num_partitions)
+        if make_topics:
+            log.create_topic(self.raw_topic(), num_partitions=self.config.log.num_partitions)
+            for topic in (self.dlq_topic(), AUDIT_TOPIC):
+                log.create_topic(topic, num_partitions=1)
         return log
 
+    def audit(self) -> Audit:
+        """The audit topic of the capture log."""
+        from draftloop.pipeline.stream.audit_spool import SpooledAudit
+
+        def waiting(error: DraftloopError) -> None:
+            print(f"the audit record waits in {spool} until the log is back: {error.message}", file=sys.stderr)
+
+        spool = self.root / "audit-spool.jsonl"
+        return SpooledAudit(self.open_log, spool, on_waiting=waiting)
+
     def open_registry(self) -> Registry:
-        """MLflow at the configured address."""
+        """MLflow at the configured address; its decisions are audited."""
+        from draftloop.pipeline.registry.audited import AuditedRegistry
         from draftloop.pipeline.registry.mlflow_registry import MlflowRegistry
 
         self._make_root()
-        return MlflowRegistry(self.config.tracking_uri, self.config.registry.name, self.root / "mlflow-artifacts")
+        mlflow = MlflowRegistry(self.config.tracking_uri, self.config.registry.name, self.root / "mlflow-artifacts")
+        return AuditedRegistry(mlflow, self.audit())
 
     def signing_key(self) -> Ed25519PrivateKey:
         """The gate's key; made on first use, readable by its owner only."""
