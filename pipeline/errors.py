@@ -19,9 +19,10 @@ DraftloopError                      exit code 1
 │   └── AppendError                 some entries of a batch did not arrive; says which
 ├── BrokerError                     Kafka refused or is not there
 │   ├── BrokerUnreachableError      nothing answers at the address
-│   ├── UnknownCaError              the broker's certificate is not from the CA given
-│   ├── CertificateExpiredError     the broker's or our own certificate is out of date
-│   ├── ClientCertificateError      the broker wants a certificate of ours, or refuses the one it got
+│   ├── TlsError                    TLS against plain text, or a certificate for another host
+│   │   ├── UnknownCaError          the broker's certificate is not from the CA given
+│   │   ├── CertificateExpiredError the broker's or our own certificate is out of date
+│   │   └── ClientCertificateError  the broker wants a certificate of ours, or refuses the one it got
 │   ├── AuthenticationError         wrong password, unknown user, refused token
 │   ├── AccessDeniedError           an ACL is missing
 │   ├── WrongClusterError           the broker belongs to another cluster than the one pinned
@@ -157,22 +158,22 @@ class BrokerUnreachableError(BrokerError):
     reason = "unreachable"
 
 
-class UnknownCaError(BrokerError):
+class TlsError(BrokerError):
+    """TLS against plain text, or a certificate for another host."""
+
+    reason = "tls"
+
+
+class UnknownCaError(TlsError):
     """The broker's certificate is not from the CA given."""
 
-    reason = "tls"
 
-
-class CertificateExpiredError(BrokerError):
+class CertificateExpiredError(TlsError):
     """The broker's or our own certificate is out of date."""
 
-    reason = "tls"
 
-
-class ClientCertificateError(BrokerError):
+class ClientCertificateError(TlsError):
     """The broker wants a certificate of ours, or refuses the one it got."""
-
-    reason = "tls"
 
 
 class AuthenticationError(BrokerError):
