@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Never
 
 import typer
 
+from draftloop.pipeline.cli_stream import access_app, bench_app, broker_app
 from draftloop.pipeline.errors import ConfigError, DraftloopError, GateRefusedError, StorageError
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Keeps the drafter of a live LLM engine in step with the traffic it serves.",
 )
+
+app.add_typer(broker_app, name="broker")
+app.add_typer(access_app, name="access")
+app.add_typer(bench_app, name="bench")
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="A TOML layer; may be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")]
@@ -42,7 +47,7 @@ def main() -> None:
     except DraftloopError as error:
         _fail(error)
     except ModuleNotFoundError as error:
-        _fail(ConfigError(f"{error}", mend="install the extras: pip install 'draftloop[train,mlflow]'"))
+        _fail(ConfigError(f"{error}", mend="install the extras: pip install 'draftloop[train,mlflow,kafka]'"))
     except OSError as error:
         _fail(StorageError(f"{error}", mend="free disk space or fix the rights there, then run the same command again"))
     except typer.Abort:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,14 @@ import msgspec
 from draftloop.pipeline import artifact
 from draftloop.pipeline.config import Config, load
 from draftloop.pipeline.data.snapshot import open_snapshot
+from draftloop.pipeline.demo_log import demo_log
 from draftloop.pipeline.errors import ConfigError, EngineError
 from draftloop.pipeline.lease import lease
 from draftloop.pipeline.loop import RunResult, run_once
 from draftloop.pipeline.registry.registry import fetch_once
 from draftloop.pipeline.stages import LoopStages, peak_rss_mb
 from draftloop.pipeline.story import Cycle, Story
+from draftloop.pipeline.stream.log import CaptureLog
 from draftloop.pipeline.traffic import CONSENTING, Domain, domain_requests, measured_again, requests_of
 from draftloop.pipeline.ui import Bar, Screen
 from draftloop.pipeline.workspace import Workspace
@@ -60,9 +62,12 @@ def demo_config(files: list[Path], overrides: list[str], target: str | None) -> 
 def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
     """Run the demo in its work folder; a second run there goes on with what is live. Returns the --json object."""
     started = time.monotonic()
-    with lease(workspace.root / "demo.lock", what="demo"):
+    with (
+        lease(workspace.root / "demo.lock", what="demo"),
+        demo_log(workspace, screen) as (workspace, open_hook_log),
+    ):
         screen.rule("target")
-        demo = Demo(workspace, screen)
+        demo = Demo(workspace, screen, open_hook_log)
         try:
             demo.play()
         finally:
@@ -94,7 +99,7 @@ def _rounds_played(state: Path) -> int:
 class Demo:
     """The story's actors: one engine that stays up throughout, the loop, and the agent between them."""
 
-    def __init__(self, workspace: Workspace, screen: Screen) -> None:
+    def __init__(self, workspace: Workspace, screen: Screen, open_hook_log: Callable[[], CaptureLog]) -> None:
         from draftloop.pipeline.judge.verdict import check
         from draftloop.pipeline.rollout.agent import Agent
         from draftloop.serving_hooks.capture import CaptureHook
@@ -108,7 +113,7 @@ class Demo:
         self.registry: Registry = workspace.open_registry()
         self.stages = LoopStages(workspace, self.registry, self.target)
         self.hook = CaptureHook(
-            workspace.open_log,
+            open_hook_log,
             topic=workspace.raw_topic(),
             policy=config.consent,
             target=self.target.fingerprint.digest,

@@ -1,0 +1,206 @@
+"""The commands around Kafka: `broker` (one on this machine), `access` (who may do what), `bench` (what it costs)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftloop.pipeline.errors import AccessSurpriseError, ConfigError, LocalBrokerError
+
+broker_app = typer.Typer(no_args_is_help=True, help="A real Apache Kafka on this machine, for development and tests.")
+access_app = typer.Typer(no_args_is_help=True, help="Topics, users, ACLs and quotas of a cluster, from one TOML.")
+bench_app = typer.Typer(no_args_is_help=True, help="What things cost, beside a peer or a limit in the same run.")
+
+Home = Annotated[Path, typer.Option("--home", help="The broker's folder.")]
+Libs = Annotated[Path | None, typer.Option("--libs", help="Folder of Kafka's jars.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")]
+DEFAULT_HOME = Path("broker")
+
+
+def _answer(value: dict[str, Any], wants_json: bool, text: str) -> None:
+    print(json.dumps(value) if wants_json else text)
+
+
+@broker_app.command("up")
+def broker_up(
+    home: Home = DEFAULT_HOME,
+    libs: Libs = None,
+    wait_s: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait until it answers.")] = 60.0,
+    json_out: Json = False,
+) -> None:
+    """Start it (or find it running); returns when it answers. Data, passwords and certificates stay between starts."""
+    from draftloop.pipeline.stream.broker import LocalBroker
+    from draftloop.pipeline.ui import Screen
+
+    broker = LocalBroker(home)
+    broker.up(libs=libs, wait_s=wait_s, on_wait=Screen().say)
+    found = broker.status()
+    _answer(found, json_out, _describe(found))
+
+
+@broker_app.command("down")
+def broker_down(
+    home: Home = DEFAULT_HOME,
+    wait_s: Annotated[float, typer.Option("--wait", min=1, help="Seconds before it is killed.")] = 30.0,
+    json_out: Json = False,
+) -> None:
+    """Stop the broker of this folder and no other; its data stay."""
+    from draftloop.pipeline.stream.broker import LocalBroker
+
+    stopped = LocalBroker(home).down(wait_s=wait_s)
+    _answer({"stopped": stopped}, json_out, "stopped" if stopped else "it was not running")
+
+
+@broker_app.command("status")
+def broker_status(home: Home = DEFAULT_HOME, json_out: Json = False) -> None:
+    """Whether it runs, where it listens, how much memory it takes. Exit code 1 where it does not run."""
+    from draftloop.pipeline.stream.broker import LocalBroker
+
+    found = LocalBroker(home).status()
+    _answer(found, json_out, _describe(found))
+    if not found["running"]:
+        raise typer.Exit(LocalBrokerError.exit_code)
+
+
+@broker_app.command("logs")
+def broker_logs(
+    home: Home = DEFAULT_HOME,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many, from the end.")] = 50,
+    json_out: Json = False,
+) -> None:
+    """The end of the broker's own log."""
+    from draftloop.pipeline.stream.broker import LocalBroker
+
+    found = LocalBroker(home).log_tail(lines)
+    _answer({"lines": found}, json_out, "\n".join(found))
+
+
+@broker_app.command("fetch")
+def broker_fetch(
+    libs: Annotated[Path, typer.Option("--libs", help="Folder for the jars.")] = Path("kafka-libs"),
+    json_out: Json = False,
+) -> None:
+    """Fetch Kafka's jars with Maven, where Maven and its repository are there."""
+    from draftloop.pipeline.stream.broker import fetch
+
+    found = fetch(libs)
+    _answer({"libs": str(found)}, json_out, f"jars in {found}: draftloop broker up --libs {found}")
+
+
+def _describe(found: dict[str, Any]) -> str:
+    if not found["running"]:
+        return f"no broker runs in {found.get('home')}: draftloop broker up"
+    width = max(map(len, found))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in found.items())
+
+
+AccessHome = Annotated[Path, typer.Option("--home", help="Its clients/admin.toml says how to reach the cluster.")]
+AccessFile = Annotated[Path | None, typer.Option("--access", help="The access TOML; without it, draftloop's own.")]
+
+
+@access_app.command("plan")
+def access_plan(home: AccessHome = DEFAULT_HOME, access: AccessFile = None, json_out: Json = False) -> None:
+    """What differs between the access file and the cluster, both ways. Changes nothing."""
+    from draftloop.pipeline.stream.access import plan
+    from draftloop.pipeline.stream.access_site import open_site
+
+    with open_site(home, access) as site:
+        found = plan(site.spec, site.cluster, site.secrets)
+    _answer(found.to_dict(), json_out, found.text())
+
+
+@access_app.command("apply")
+def access_apply(
+    home: AccessHome = DEFAULT_HOME,
+    access: AccessFile = None,
+    rotate: Annotated[list[str] | None, typer.Option(help="A user that gets a new password; may be repeated.")] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Also remove ACLs that the file does not have.")] = False,
+    json_out: Json = False,
+) -> None:
+    """Bring the cluster in line with the access file; a second time it does nothing."""
+    from draftloop.pipeline.stream.access import apply
+    from draftloop.pipeline.stream.access_site import open_site
+    from draftloop.pipeline.ui import Screen
+
+    with open_site(home, access) as site:
+        done = apply(
+            site.spec, site.cluster, site.secrets, site.audit, rotate=rotate or (), prune=prune, on_act=Screen().say
+        )
+    _answer(done.to_dict(), json_out, done.text())
+
+
+@access_app.command("verify")
+def access_verify(home: AccessHome = DEFAULT_HOME, access: AccessFile = None, json_out: Json = False) -> None:
+    """Log in as each principal and try every act, allowed and forbidden; a surprise is a failure."""
+    from draftloop.pipeline.stream.access import verify
+    from draftloop.pipeline.stream.access_site import open_site
+    from draftloop.pipeline.stream.audit import audited
+    from draftloop.pipeline.ui import Screen
+
+    with open_site(home, access) as site, Screen().bar("access verify", len(site.spec.principals)) as advance:
+        begun: list[str] = []
+
+        def show(note: str) -> None:
+            advance(len(begun), note)
+            begun.append(note)
+
+        cluster_id = site.cluster.cluster_id()
+        try:
+            with audited(site.audit, "access.verify", by=site.cluster.principal, subject=cluster_id):
+                matrix = verify(site.spec, site.client, show)
+                advance(len(begun), f"{len(matrix.cells)} acts tried")
+                matrix.check()
+        except AccessSurpriseError as error:  # the cells are the answer either way
+            _answer(matrix.to_dict(), json_out, matrix.text())
+            typer.echo(f"AccessSurpriseError: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+    _answer(matrix.to_dict(), json_out, matrix.text())
+
+
+@bench_app.command("log")
+def bench_log(
+    home: Annotated[
+        Path | None, typer.Option("--home", help="A running broker's folder; without it, one is started for the run.")
+    ] = None,
+    libs: Libs = None,
+    records: Annotated[int, typer.Option(min=1000, help="Records a client and round.")] = 50_000,
+    record_bytes: Annotated[int, typer.Option(min=100)] = 4096,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    json_out: Json = False,
+) -> None:
+    """Our Kafka log beside confluent-kafka: records/s and CPU per record, both ways, same broker, same run."""
+    import importlib.util
+
+    from draftloop.pipeline.stream.kafka_bench import CLIENTS, bench_log, table
+    from draftloop.pipeline.ui import Screen
+
+    if importlib.util.find_spec("confluent_kafka") is None:
+        raise ConfigError("confluent-kafka, the peer, is not installed", mend="pip install 'draftloop[kafka,bench]'")
+    with _broker_for(home, libs) as admin, Screen().bar("bench log", rounds * len(CLIENTS)) as advance:
+        result = bench_log(admin, records=records, record_bytes=record_bytes, rounds=rounds, on_progress=advance)
+    _answer(result, json_out, table(result))
+
+
+@contextmanager
+def _broker_for(home: Path | None, libs: Path | None) -> Iterator[Path]:
+    """The administrator's client file of a running broker; one in a temporary folder where none is named."""
+    import tempfile
+
+    from draftloop.pipeline.stream.broker import LocalBroker
+    from draftloop.pipeline.ui import Screen
+
+    if home is not None:
+        yield home / "clients" / "admin.toml"
+        return
+    with tempfile.TemporaryDirectory(prefix="draftloop-bench-") as folder:
+        broker = LocalBroker(Path(folder) / "broker")
+        try:
+            broker.up(libs=libs, on_wait=Screen().say)
+            yield broker.home / "clients" / "admin.toml"
+        finally:
+            broker.down()
