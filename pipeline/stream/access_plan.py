@@ -1,0 +1,210 @@
+"""What differs between the access file and the cluster, both ways. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from draftloop.pipeline.stream.access_rules import ANYONE, Acl
+from draftloop.pipeline.stream.access_spec import AccessSpec, TopicState
+
+SCRAM = "SCRAM-SHA-512"
+
+
+class ClusterState(NamedTuple):
+    """What a cluster has. Users are those with a SCRAM secret, with their mechanisms."""
+
+    topics: Mapping[str, TopicState]
+    users: Mapping[str, frozenset[str]]
+    acls: frozenset[Acl]
+    quotas: Mapping[str, Mapping[str, float]]
+
+
+class Change(NamedTuple):
+    """A value that is not as the file says; None: not set."""
+
+    subject: str
+    key: str
+    now: str | None
+    wanted: str | None
+
+    def text(self) -> str:
+        return f"{self.subject}: {self.key} {self.now or 'not set'} -> {self.wanted or 'not set'}"
+
+
+class Plan(NamedTuple):
+    """The difference. `extra_*` exists and the file does not know it; `impossible` keeps `apply` from starting."""
+
+    create_topics: Mapping[str, TopicState]
+    partitions: tuple[Change, ...]
+    configs: tuple[Change, ...]
+    users: tuple[str, ...]
+    acls: tuple[Acl, ...]
+    quotas: tuple[Change, ...]
+    clients: tuple[str, ...] = ()  # principals whose client file is missing or out of date
+    unfinished: tuple[str, ...] = ()  # users whose new password may or may not have reached the cluster
+    without_secret: tuple[str, ...] = ()  # users whose password is nowhere
+    extra_acls: tuple[Acl, ...] = ()
+    extra_topics: tuple[str, ...] = ()
+    extra_users: tuple[str, ...] = ()
+    impossible: tuple[str, ...] = ()
+
+    @property
+    def to_do(self) -> list[str]:
+        """What `apply` would do, a line each."""
+        return [
+            *(
+                f"create topic {name}: {topic.partitions} partitions, {topic.replication} copies"
+                for name, topic in self.create_topics.items()
+            ),
+            *(f"change {change.text()}" for change in (*self.partitions, *self.configs, *self.quotas)),
+            *(f"create user {name}" for name in self.users),
+            *(f"finish the password of {name}" for name in self.unfinished),
+            *(f"write client file of {name}" for name in self.clients),
+            *(f"add {acl.text()}" for acl in self.acls),
+        ]
+
+    @property
+    def extra(self) -> list[str]:
+        """What exists and should not, a line each."""
+        return [
+            *(f"extra ACL: {acl.text()} (`apply --prune` removes it)" for acl in self.extra_acls),
+            *(f"extra topic: {name} (not deleted by draftloop)" for name in self.extra_topics),
+            *(f"extra user: {name} (not deleted by draftloop)" for name in self.extra_users),
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What only a person can decide."""
+        return [
+            f"user {name} exists, its password does not: `draftloop access apply --rotate {name}` gives it a new one"
+            for name in self.without_secret
+        ]
+
+    @property
+    def in_sync(self) -> bool:
+        """The cluster has all that the file says and nothing more of ours."""
+        return not (self.to_do or self.extra or self.impossible)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine-readable form."""
+        return {
+            "in_sync": self.in_sync,
+            "create": {
+                "topics": {name: topic._asdict() for name, topic in self.create_topics.items()},
+                "users": list(self.users),
+                "acls": [acl._asdict() for acl in self.acls],
+                "client_files": list(self.clients),
+            },
+            "change": [change._asdict() for change in (*self.partitions, *self.configs, *self.quotas)],
+            "extra": {
+                "acls": [acl._asdict() for acl in self.extra_acls],
+                "topics": list(self.extra_topics),
+                "users": list(self.extra_users),
+            },
+            "unfinished_passwords": list(self.unfinished),
+            "without_secret": list(self.without_secret),
+            "impossible": list(self.impossible),
+        }
+
+    def text(self) -> str:
+        """For people."""
+        lines = [*(f"IMPOSSIBLE {line}" for line in self.impossible), *self.to_do, *self.extra, *self.notes]
+        return "\n".join(lines) if lines else "nothing to do: the cluster is as the access file says"
+
+
+def difference(spec: AccessSpec, state: ClusterState) -> Plan:
+    """The plan, as far as the cluster alone tells it."""
+    wanted_topics, wanted_acls = spec.topic_states(), spec.acls()
+    partitions, configs, impossible = _topic_changes(wanted_topics, state.topics)
+    scram = {principal.name for principal in spec.principals if principal.auth == "scram"}
+    ours = {name for name in state.users if name.startswith(spec.principal_prefix) and name not in spec.admins}
+    stray = [
+        *ours - scram,
+        *(f"{name} ({', '.join(sorted(state.users[name] - {SCRAM}))})" for name in ours & scram
+          if state.users[name] - {SCRAM}),
+    ]  # fmt: skip
+    return Plan(
+        create_topics={name: topic for name, topic in wanted_topics.items() if name not in state.topics},
+        partitions=tuple(partitions),
+        configs=tuple(configs),
+        users=tuple(sorted(name for name in scram if SCRAM not in state.users.get(name, ()))),
+        acls=tuple(sorted(wanted_acls - state.acls)),
+        quotas=tuple(_quota_changes(spec, state.quotas)),
+        extra_acls=tuple(sorted(acl for acl in state.acls - wanted_acls if _concerns(spec, acl))),
+        extra_topics=tuple(
+            sorted(t for t in state.topics if t.startswith(spec.topic_prefix) and t not in wanted_topics)
+        ),
+        extra_users=tuple(sorted(stray)),
+        impossible=tuple(impossible),
+    )
+
+
+def _topic_changes(
+    wanted: Mapping[str, TopicState], there: Mapping[str, TopicState]
+) -> tuple[list[Change], list[Change], list[str]]:
+    """Partitions to add, settings to change, and what Kafka cannot do."""
+    partitions: list[Change] = []
+    configs: list[Change] = []
+    impossible: list[str] = []
+    for name in wanted.keys() & there.keys():
+        want, have = wanted[name], there[name]
+        subject = f"topic {name}"
+        if want.partitions > have.partitions:
+            partitions.append(Change(subject, "partitions", str(have.partitions), str(want.partitions)))
+        if want.partitions < have.partitions:
+            impossible.append(
+                f"{subject} has {have.partitions} partitions, the file says {want.partitions}: partitions can only"
+                f" grow; write {have.partitions}, or make a topic of another name"
+            )
+        if want.replication != have.replication:
+            impossible.append(
+                f"{subject} has {have.replication} copies, the file says {want.replication}: write"
+                f" {have.replication}, or move its partitions with Kafka's kafka-reassign-partitions first"
+            )
+        configs += [
+            Change(subject, key, have.configs.get(key), want.configs.get(key))
+            for key in want.configs.keys() | have.configs.keys()
+            if have.configs.get(key) != want.configs.get(key)
+        ]
+    return sorted(partitions), sorted(configs), sorted(impossible)
+
+
+def _quota_changes(spec: AccessSpec, there: Mapping[str, Mapping[str, float]]) -> list[Change]:
+    wanted = spec.quotas()
+    names = wanted.keys() | {n for n in there if n.startswith(spec.principal_prefix) and n not in spec.admins}
+    changes = []
+    for name in sorted(names):
+        want, have = wanted.get(name, {}), there.get(name, {})
+        changes += [
+            Change(name, key, _number(have.get(key)), _number(want.get(key)))
+            for key in sorted(want.keys() | have.keys())
+            if want.get(key) != have.get(key)
+        ]
+    return changes
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else format(value, ".15g")
+
+
+def _concerns(spec: AccessSpec, acl: Acl) -> bool:
+    """Whether an ACL touches our principals, topics or groups."""
+    name = acl.principal.removeprefix("User:")
+    if name in spec.admins:
+        return False
+    if acl.principal.startswith(f"User:{spec.principal_prefix}") or name in {p.name for p in spec.principals}:
+        return True
+    if acl.resource == "topic":
+        return _overlaps(acl, spec.topic_prefix, "prefixed")
+    if acl.resource == "group":
+        groups = {(g.name, g.pattern) for p in spec.principals for g in p.acls if g.resource == "group"}
+        return any(_overlaps(acl, group, pattern) for group, pattern in groups)
+    return acl.principal == ANYONE
+
+
+def _overlaps(acl: Acl, name: str, pattern: str) -> bool:
+    """Whether some resource is under both patterns."""
+    if acl.pattern == "prefixed":
+        return name.startswith(acl.name) or (pattern == "prefixed" and acl.name.startswith(name))
+    return acl.name == "*" or acl.name == name or (pattern == "prefixed" and acl.name.startswith(name))

@@ -1,0 +1,235 @@
+"""A Kafka cluster's access side as an administrator sees and changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+from kafka import errors as kafka_errors
+from kafka.admin import (
+    ACLOperation,
+    ACLPermissionType,
+    ACLResourcePatternType,
+    ConfigResource,
+    ConfigResourceType,
+    KafkaAdminClient,
+    ResourceType,
+    UserScramCredentialUpsertion,
+)
+from kafka.protocol.admin import (
+    AlterClientQuotasRequest,
+    CreateAclsRequest,
+    DeleteAclsRequest,
+    DescribeAclsRequest,
+    DescribeClientQuotasRequest,
+    IncrementalAlterConfigsRequest,
+)
+
+from draftloop.pipeline.stream.access_plan import ClusterState
+from draftloop.pipeline.stream.access_rules import Acl
+from draftloop.pipeline.stream.access_spec import TopicState
+from draftloop.pipeline.stream.kafka_config import KafkaConfig
+from draftloop.pipeline.stream.kafka_connect import Cluster, client_options, probe, translate
+
+SCRAM_ITERATIONS = 8192
+_SET, _DELETE = 0, 1  # operations of IncrementalAlterConfigs
+_ANY, _ANY_NAME = 1, 2  # filters: of ACLs; of quota entities
+
+
+class KafkaAdmin:
+    """Implements `access.Cluster`. Connects on first use; a context manager."""
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._config = config
+        self._client: Any = None
+        self._known: Cluster | None = None
+
+    def __enter__(self) -> KafkaAdmin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    @property
+    def principal(self) -> str:
+        return self._config.required().principal
+
+    def cluster_id(self) -> str:
+        return self._cluster().cluster_id
+
+    def state(self, topic_prefix: str) -> ClusterState:
+        with self._telling("look at", "the cluster") as client:
+            described = [t for t in client.describe_topics() if t["name"].startswith(topic_prefix)]
+            configs = self._configs(client, [topic["name"] for topic in described])
+            users = client.describe_user_scram_credentials()
+            return ClusterState(
+                topics={
+                    topic["name"]: TopicState(
+                        len(topic["partitions"]),
+                        max((len(part["replica_nodes"]) for part in topic["partitions"]), default=0),
+                        configs.get(topic["name"], {}),
+                    )
+                    for topic in described
+                },
+                users={
+                    name: frozenset(found["mechanism"].name.replace("_", "-") for found in user["credential_infos"])
+                    for name, user in users.items()
+                },
+                acls=frozenset(self._acls()),
+                quotas=self._quotas(),
+            )
+
+    def create_topic(self, name: str, topic: TopicState) -> None:
+        settings = {
+            "num_partitions": topic.partitions,
+            "replication_factor": topic.replication,
+            "configs": dict(topic.configs),
+        }
+        with self._telling("create", f"topic {name!r}") as client:
+            client.create_topics({name: settings}, timeout_ms=self._timeout_ms)
+            client.wait_for_topics([name], timeout_ms=self._timeout_ms)
+
+    def grow_topic(self, name: str, partitions: int) -> None:
+        with self._telling("add partitions to", f"topic {name!r}") as client:
+            client.create_partitions({name: partitions}, timeout_ms=self._timeout_ms)
+
+    def set_configs(self, topic: str, configs: Mapping[str, str | None]) -> None:
+        with self._telling("change the settings of", f"topic {topic!r}"):
+            changes = [(key, _DELETE if value is None else _SET, value) for key, value in configs.items()]
+            answer = self._send(IncrementalAlterConfigsRequest(resources=[(ConfigResourceType.TOPIC, topic, changes)]))
+            _check(answer.responses[0].error_code)
+
+    def set_password(self, user: str, password: str) -> None:
+        with self._telling("give a password to", f"user {user!r}") as client:
+            wanted = UserScramCredentialUpsertion(user, "SCRAM-SHA-512", password, iterations=SCRAM_ITERATIONS)
+            answers = client.alter_user_scram_credentials([wanted])
+            if answers.get(user, "no answer") is not None:
+                raise kafka_errors.BrokerResponseError
+
+    def create_acl(self, acl: Acl) -> None:
+        with self._telling("add", f"the ACL {acl.text()}"):
+            creation = CreateAclsRequest.AclCreation(
+                resource_type=ResourceType[acl.resource.upper()],
+                resource_name=acl.name,
+                resource_pattern_type=ACLResourcePatternType[acl.pattern.upper()],
+                principal=acl.principal,
+                host=acl.host,
+                operation=ACLOperation[acl.operation],
+                permission_type=ACLPermissionType[acl.permission],
+            )
+            _check(self._send(CreateAclsRequest(creations=[creation])).results[0].error_code)
+
+    def delete_acl(self, acl: Acl) -> None:
+        with self._telling("remove", f"the ACL {acl.text()}"):
+            _check(self._send(DeleteAclsRequest(filters=[_acl_filter(acl)])).filter_results[0].error_code)
+
+    def set_quota(self, user: str, values: Mapping[str, float | None]) -> None:
+        with self._telling("set quotas of", f"user {user!r}"):
+            changes = [(key, value or 0.0, value is None) for key, value in values.items()]
+            answer = self._send(AlterClientQuotasRequest(entries=[([("user", user)], changes)], validate_only=False))
+            _check(answer.entries[0].error_code)
+
+    def _acls(self) -> Iterator[Acl]:
+        answer = self._send(
+            DescribeAclsRequest(
+                resource_type_filter=_ANY,
+                resource_name_filter=None,
+                pattern_type_filter=_ANY,
+                principal_filter=None,
+                host_filter=None,
+                operation=_ANY,
+                permission_type=_ANY,
+            )
+        )
+        _check(answer.error_code)
+        for found in answer.resources:
+            for acl in found.acls:
+                yield Acl(
+                    acl.principal,
+                    _word(ACLPermissionType, acl.permission_type),
+                    _word(ACLOperation, acl.operation),
+                    _word(ResourceType, found.resource_type).lower(),
+                    found.resource_name,
+                    _word(ACLResourcePatternType, found.pattern_type).lower(),
+                    acl.host,
+                )
+
+    def _quotas(self) -> dict[str, dict[str, float]]:
+        answer = self._send(DescribeClientQuotasRequest(components=[("user", _ANY_NAME, None)], strict=True))
+        _check(answer.error_code)
+        return {
+            entry.entity[0].entity_name: {each.key: each.value for each in entry.values}
+            for entry in answer.entries or []
+        }
+
+    @staticmethod
+    def _configs(client: Any, topics: list[str]) -> dict[str, dict[str, str]]:
+        """The settings made on each topic itself, without defaults."""
+        if not topics:
+            return {}
+        wanted = [ConfigResource(ConfigResourceType.TOPIC, topic) for topic in topics]
+        found = client.describe_configs(wanted)["topic"]
+        return {
+            topic: {
+                key: value["value"]
+                for key, value in settings.items()
+                if value["config_source"] == "DYNAMIC_TOPIC_CONFIG"
+            }
+            for topic, settings in found.items()
+        }
+
+    @property
+    def _timeout_ms(self) -> int:
+        return int(self._config.request_timeout_s * 1000)
+
+    def _cluster(self) -> Cluster:
+        if self._known is None:
+            self._known = probe(self._config)
+        return self._known
+
+    def _send(self, request: Any) -> Any:
+        return self._client._manager.run(self._client._manager.send, request)
+
+    @contextmanager
+    def _telling(self, act: str, resource: str) -> Iterator[Any]:
+        """The client; what it raises becomes one of our errors."""
+        self._cluster()
+        try:
+            if self._client is None:
+                self._client = KafkaAdminClient(**client_options(self._config))
+            yield self._client
+        except kafka_errors.KafkaError as error:
+            raise translate(error, self._config, act=act, resource=resource) from error
+
+
+def _acl_filter(acl: Acl) -> Any:
+    return DeleteAclsRequest.DeleteAclsFilter(
+        resource_type_filter=ResourceType[acl.resource.upper()],
+        resource_name_filter=acl.name,
+        pattern_type_filter=ACLResourcePatternType[acl.pattern.upper()],
+        principal_filter=acl.principal,
+        host_filter=acl.host,
+        operation=ACLOperation[acl.operation],
+        permission_type=ACLPermissionType[acl.permission],
+    )
+
+
+def _word(kind: type[IntEnum], number: int) -> str:
+    """Kafka's word for a number; newer brokers know more than the client library."""
+    try:
+        return kind(number).name
+    except ValueError:
+        return f"{kind.__name__} {number}"
+
+
+def _check(code: int) -> None:
+    if code:
+        raise kafka_errors.for_code(code)
