@@ -65,7 +65,7 @@ class _CommandToken(AbstractTokenProvider):  # type: ignore[misc]
 
 
 class _Discreet(logging.Filter):
-    """kafka-python's DEBUG lines hold tokens and whole records, and a few others hold raw bytes: neither gets through."""
+    """Stops kafka-python's DEBUG lines, which hold tokens and whole records, and the raw bytes in a few others."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno <= logging.DEBUG:
@@ -325,7 +325,7 @@ def translate(error: BaseException, config: KafkaConfig, *, act: str, resource: 
     if isinstance(error, kafka_errors.AuthorizationError):
         return AccessDeniedError(
             f"{principal} may not {act} {resource}",
-            mend="`draftloop access plan` shows which right is missing, `draftloop access apply` grants what the file says",
+            mend="`draftloop access plan` shows which right is missing, `draftloop access apply` grants it",
         )
     if isinstance(error, kafka_errors.SaslAuthenticationFailedError):
         return AuthenticationError(

@@ -1,4 +1,4 @@
-"""TCP and TLS to a broker, one blocking connection at a time: what the Kafka clients fold into one time-out is told apart.
+"""TCP and TLS to a broker, one blocking connection at a time, each failure told apart. Kafka clients make one of all.
 
 Knows nothing of Kafka's protocol.
 """
@@ -119,11 +119,11 @@ def wrap(stream: socket.socket, address: str, security: KafkaSecurity) -> ssl.SS
 
 
 def explain(error: OSError, address: str, security: KafkaSecurity) -> DraftloopError:
-    """A failure during or right after a handshake: with TLS 1.3 a refused client certificate shows on the first read."""
+    """A failure in or right after a handshake: TLS 1.3 tells a refused client certificate on the first read only."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _explain_verification(error, address, security)
     reason = getattr(error, "reason", None) or ""
-    if "CERTIFICATE" in reason and "ALERT" in reason or reason.endswith("UNKNOWN_CA"):
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return _explain_refusal(reason, address, security)
     if isinstance(error, TimeoutError):
         return BrokerUnreachableError(
