@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 RUN := PYTHONSAFEPATH=1 PYTHONWARNINGS= $(VENV)/bin/
 WORK ?= work
+LOG ?= sqlite
 
-.PHONY: demo test test-all lint setup clean help
+.PHONY: demo test test-all test-broker lint setup clean help
 
 help:
-	@echo "make demo      the whole loop once on a real small model, into $(WORK)/"
+	@echo "make demo      the whole loop once on a real small model, into $(WORK)/; LOG=kafka: over a broker it starts"
 	@echo "make test      lint, types, import rules and the test suite"
 	@echo "make test-all  the same with the slow tests"
+	@echo "make test-broker  the tests on a real Apache Kafka (Java 17; jars: DRAFTLOOP_KAFKA_LIBS, KAFKA_HOME or broker fetch)"
 	@echo "make clean     remove .venv and $(WORK)/"
 
 setup: $(VENV)/ready
@@ -18,11 +20,11 @@ setup: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools wheel
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,mlflow,demo,dev]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,mlflow,kafka,demo,bench,dev]'
 	touch $@
 
 demo: setup
-	$(RUN)draftloop demo work=$(WORK)
+	$(RUN)draftloop demo work=$(WORK) log=$(LOG)
 
 lint: setup
 	$(RUN)ruff check .
@@ -35,6 +37,9 @@ test: lint
 
 test-all: lint
 	$(RUN)python -m pytest -m "not engine and not broker and not gpu"
+
+test-broker: setup
+	$(RUN)python -m pytest -m broker
 
 clean:
 	rm -rf $(VENV) $(WORK)
