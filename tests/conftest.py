@@ -1,15 +1,22 @@
-"""A tiny random target for every test that needs one: 4 layers, odd vocabulary 131 padded to 136, no network."""
+"""What several folders of tests share: a tiny random target, and a real Apache Kafka for the session."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftloop.pipeline.errors import JavaNotFoundError, KafkaJarsNotFoundError
+from draftloop.pipeline.stream.broker import LocalBroker, find_java, find_libs
+from draftloop.pipeline.stream.kafka_config import KafkaConfig
+
 
 @pytest.fixture(scope="session")
 def tiny_target() -> Any:
-    """draftloop.trainers.target.Target over a random Llama in fp32; tap layers (1, 2, 3)."""
+    """A Target over a random Llama in fp32: 4 layers, tap layers (1, 2, 3), odd vocabulary 131 padded to 136, no network."""
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -42,3 +49,28 @@ def tiny_target() -> Any:
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.25)
     return Target.of(model, fast, folder="tiny", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def kafka_libs() -> Path:
+    """The folder of Kafka's jars; skips with how to get them where they or Java are missing."""
+    try:
+        find_java(os.environ)
+        return find_libs(None, os.environ)
+    except (JavaNotFoundError, KafkaJarsNotFoundError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def broker(kafka_libs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
+    """The session's broker. Tests keep to topics and users of their own names, and do not stop it."""
+    started = LocalBroker(tmp_path_factory.mktemp("kafka") / "home")
+    started.up(libs=kafka_libs)
+    yield started
+    started.down()
+
+
+@pytest.fixture(scope="session")
+def admin(broker: LocalBroker) -> KafkaConfig:
+    """How the administrator reaches the session's broker."""
+    return broker.client("admin")

@@ -22,7 +22,14 @@ from draftloop.pipeline.errors import AppendError, DraftloopError, InputError, R
 from draftloop.pipeline.stream.kafka_clients import POLL_MS, KafkaClients, Producer
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
 from draftloop.pipeline.stream.kafka_connect import translate
-from draftloop.pipeline.stream.log import LogEntry, Offsets, StoredEntry, partition_of, unknown_topic
+from draftloop.pipeline.stream.log import (
+    LogEntry,
+    Offsets,
+    StoredEntry,
+    partition_of,
+    require_partitions,
+    unknown_topic,
+)
 
 Failures = dict[int, Exception]  # index in a batch -> what a client said
 
@@ -50,16 +57,12 @@ class KafkaLog:
 
     def create_topic(self, topic: str, *, num_partitions: int) -> None:
         """As CaptureLog; needs the right to create topics. Also raises InputError for less than one partition."""
-        if num_partitions < 1:
-            raise InputError(f"topic {topic!r} with {num_partitions} partitions", mend="give it at least one")
-        if self._count(topic) is None:
-            self._clients.ask("create", f"topic {topic!r}", lambda control: _create(control, topic, num_partitions))
+        require_partitions(topic, num_partitions)
         known = self._count(topic)
-        if known != num_partitions:
-            raise InputError(
-                f"topic {topic!r} has {known} partitions, not {num_partitions}",
-                mend="use that count, or a topic of another name: a key's partition must not change",
-            )
+        if known is None:
+            self._clients.ask("create", f"topic {topic!r}", lambda control: _create(control, topic, num_partitions))
+            known = self._count(topic)  # somebody else may have been faster, with another count
+        require_partitions(topic, num_partitions, known)
 
     def topics(self) -> dict[str, int]:
         """As CaptureLog: topics under `topic_prefix` that this principal may see."""

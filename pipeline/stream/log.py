@@ -77,6 +77,17 @@ def unknown_topic(topic: str, known: Sequence[str]) -> MissingTopicError:
     )
 
 
+def require_partitions(topic: str, wanted: int, known: int | None = None) -> None:
+    """What create_topic may be asked for. Raises InputError: less than one partition, or another count than is known."""
+    if wanted < 1:
+        raise InputError(f"topic {topic!r} with {wanted} partitions", mend="give it at least one")
+    if known not in (None, wanted):
+        raise InputError(
+            f"topic {topic!r} has {known} partitions, not {wanted}",
+            mend="use that count, or a topic of another name: a key's partition must not change",
+        )
+
+
 class MemoryLog:
     """The in-memory twin: same contract, gone with the process."""
 
@@ -88,8 +99,8 @@ class MemoryLog:
 
     def create_topic(self, topic: str, *, num_partitions: int) -> None:
         with self._lock:
-            if topic in self._topics and len(self._topics[topic]) != num_partitions:
-                raise InputError(f"topic {topic!r} has {len(self._topics[topic])} partitions, not {num_partitions}")
+            known = self._topics.get(topic)
+            require_partitions(topic, num_partitions, None if known is None else len(known))
             self._topics.setdefault(topic, [[] for _ in range(num_partitions)])
 
     def topics(self) -> dict[str, int]:
