@@ -97,7 +97,9 @@ def plan(spec: AccessSpec, cluster: Cluster, secrets: Secrets | None = None) -> 
     scram = [principal.name for principal in spec.principals if principal.auth == "scram"]
     there = [name for name in scram if name not in found.users]
     unfinished = tuple(name for name in there if secrets.offered(name) is not None)
+    obstacles = tuple(line for principal in spec.principals if (line := secrets.obstacle(principal)))
     return found._replace(
+        impossible=(*found.impossible, *obstacles),
         unfinished=unfinished,
         without_secret=tuple(name for name in there if not secrets.kept(name) and name not in unfinished),
         clients=tuple(principal.name for principal in spec.principals if secrets.client_differs(principal)),

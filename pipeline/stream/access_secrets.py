@@ -32,11 +32,14 @@ class Secrets(Protocol):
     def settle(self, principal: str) -> None:
         """The cluster has the offered password: it is the present one now. Raises StorageError."""
 
+    def obstacle(self, principal: PrincipalSpec) -> str | None:
+        """Why the principal's client file cannot be written."""
+
     def client_differs(self, principal: PrincipalSpec) -> bool:
         """Whether the principal's client file is missing or out of date."""
 
     def write_client(self, principal: PrincipalSpec) -> None:
-        """Write the principal's client file. Raises ConfigError, StorageError."""
+        """Write the principal's client file. Raises StorageError."""
 
 
 class ClientFiles:
@@ -51,7 +54,22 @@ class ClientFiles:
         self._admin = admin
         self._mtls_bootstrap = mtls_bootstrap
 
+    def obstacle(self, principal: PrincipalSpec) -> str | None:
+        if principal.auth != "mtls":
+            return None
+        if not self._mtls_bootstrap:
+            return f"{principal.name} logs in by certificate: no listener for that is known, set mtls_bootstrap"
+        certificate, key = self._certificate(principal)
+        if self._authority() is None and not (certificate.exists() and key.exists()):
+            return (
+                f"{principal.name} logs in by certificate: {certificate} and {key.name} are not there;"
+                f" have your CA issue one with CN={principal.name}"
+            )
+        return None
+
     def differs(self, principal: PrincipalSpec, password: KafkaSecurity | None) -> bool:
+        if principal.auth == "mtls" and not all(file.exists() for file in self._certificate(principal)):
+            return True
         try:
             return read_client(self._file(principal)) != self._wanted(principal, password)
         except ConfigError:
@@ -92,11 +110,6 @@ class ClientFiles:
         bootstrap = self._admin.bootstrap
         if principal.auth == "mtls":
             bootstrap = self._mtls_bootstrap
-            if not bootstrap:
-                raise ConfigError(
-                    f"principal {principal.name}: auth mtls, and no listener for certificates is known",
-                    mend="set mtls_bootstrap in the access file",
-                )
             certificate, key = self._certificate(principal)
             security = KafkaSecurity(
                 protocol="SSL", ca_file=ca, cert_file=certificate, key_file=key, check_hostname=admin.check_hostname
@@ -119,20 +132,19 @@ class ClientFiles:
             security=security,
         )
 
+    def _authority(self) -> Authority | None:
+        """The local broker's own; a real cluster's issues certificates elsewhere."""
+        tls = self._home / "tls"
+        authority = Authority(tls / "ca.pem", tls / "ca.key")
+        return authority if authority.key_file.exists() else None
+
     def _issue(self, principal: PrincipalSpec) -> None:
-        """A certificate from the local broker's own authority; a cluster's real authority issues it elsewhere."""
         certificate, key = self._certificate(principal)
-        authority = Authority(certificate.with_name("ca.pem"), certificate.with_name("ca.key"))
-        if certificate.exists() and key.exists():
-            return
-        if not authority.key_file.exists():
-            raise ConfigError(
-                f"principal {principal.name}: auth mtls, and its certificate {certificate} is not there",
-                mend=f"have your CA issue one with CN={principal.name} and put it and its key ({key.name}) there",
-            )
-        issued, issued_key = authority.client(principal.name)
-        write_private(key, issued_key)
-        write_private(certificate, issued)
+        authority = self._authority()
+        if authority is not None and not (certificate.exists() and key.exists()):
+            issued, issued_key = authority.client(principal.name)
+            write_private(key, issued_key)
+            write_private(certificate, issued)
 
 
 class SecretFolder:
@@ -163,6 +175,9 @@ class SecretFolder:
             self._new(principal).replace(self._file(principal))
         except OSError as error:
             raise self._refused(principal, error) from error
+
+    def obstacle(self, principal: PrincipalSpec) -> str | None:
+        return self._clients.obstacle(principal)
 
     def client_differs(self, principal: PrincipalSpec) -> bool:
         return self._clients.differs(principal, self._login(principal))
@@ -230,6 +245,9 @@ class SecretCommand:
 
     def settle(self, principal: str) -> None:
         pass
+
+    def obstacle(self, principal: PrincipalSpec) -> str | None:
+        return self._clients.obstacle(principal)
 
     def client_differs(self, principal: PrincipalSpec) -> bool:
         return self._clients.differs(principal, self._login(principal))

@@ -29,6 +29,7 @@ WEEK_MS = 7 * 24 * HOUR_MS
 
 _TARGET = "{target}"
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_PREFIX = re.compile(r"([A-Za-z0-9_-]+\.)+")
 _TOPIC = re.compile(r"[A-Za-z0-9._-]+")
 _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UNITS = {"s": 1_000, "m": 60_000, "h": HOUR_MS, "d": 24 * HOUR_MS}
@@ -133,7 +134,7 @@ class Grant(_Section):
                 raise ValueError(f"{operation!r} is no operation on a {self.resource}; there are: {', '.join(known)}")
         if not self.cluster and "*" in self.name:
             raise ValueError(f"{self.resource} {self.name!r}: no wildcards, name it or give its prefix")
-        if self.pattern == "prefixed" and not re.fullmatch(r"([A-Za-z0-9_-]+\.)+", self.name):
+        if self.pattern == "prefixed" and not _PREFIX.fullmatch(self.name.replace(_TARGET, "x")):
             raise ValueError(
                 f"prefix {self.name!r} must end with '.': {self.name!r} also begins the names of other {self.resource}s"
             )
@@ -232,7 +233,7 @@ class AccessSpec(_Section):
         ):
             if doubled := [name for name, count in Counter(names).items() if count > 1]:
                 raise ValueError(f"{what} {doubled[0]!r} stands twice")
-        if not re.fullmatch(r"([A-Za-z0-9_-]+\.)+", self.topic_prefix):
+        if not _PREFIX.fullmatch(self.topic_prefix):
             raise ValueError(f"topic_prefix {self.topic_prefix!r} must end with '.'")
         if not _PRINCIPAL.fullmatch(self.principal_prefix):
             raise ValueError(f"principal_prefix {self.principal_prefix!r}: letters, digits, '.', '_' and '-' only")
@@ -256,6 +257,10 @@ class AccessSpec(_Section):
             for other in self.topics[:index]:
                 if _may_collide(topic.name, other.name):
                     raise ValueError(f"topics {other.name!r} and {topic.name!r} collide: one name could be both")
+        seen: dict[str, str] = {}
+        for name in self.topic_states():
+            if (other_name := seen.setdefault(name.replace(".", "_"), name)) != name:
+                raise ValueError(f"topics {other_name!r} and {name!r} collide: Kafka takes '.' and '_' for the same")
 
     def _check_grant(self, principal: str, grant: Grant) -> None:
         if grant.resource != "topic":
@@ -314,14 +319,7 @@ class AccessSpec(_Section):
 
 
 def _may_collide(one: str, other: str) -> bool:
-    """Whether two templates can give the same name; Kafka takes '.' and '_' for the same in names."""
-
-    def pattern(name: str) -> re.Pattern[str]:
-        return re.compile(re.escape(name.replace(".", "_")).replace(re.escape(_TARGET), "[a-z0-9][a-z0-9_-]*"))
-
-    plain = [name.replace(_TARGET, "x").replace(".", "_") for name in (one, other)]
-    if pattern(one).fullmatch(plain[1]) or pattern(other).fullmatch(plain[0]):
-        return True
+    """Whether two templates could give the same name for some target."""
     first, second = one.split("."), other.split(".")
     return len(first) == len(second) and all(a == b or _TARGET in (a, b) for a, b in zip(first, second, strict=True))
 

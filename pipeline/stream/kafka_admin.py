@@ -35,6 +35,7 @@ from draftloop.pipeline.stream.kafka_connect import Cluster, client_options, pro
 
 SCRAM_ITERATIONS = 8192
 _SET, _DELETE = 0, 1  # operations of IncrementalAlterConfigs
+_UNKNOWN = "UNKNOWN_"  # begins a word of ours for a number the client library has no word for
 _ANY, _ANY_NAME = 1, 2  # filters: of ACLs; of quota entities
 
 
@@ -94,48 +95,51 @@ class KafkaAdmin:
             "configs": dict(topic.configs),
         }
         with self._telling("create", f"topic {name!r}") as client:
-            client.create_topics({name: settings}, timeout_ms=self._timeout_ms)
+            answer = client.create_topics({name: settings}, timeout_ms=self._timeout_ms, raise_errors=False)
+            _check(answer["topics"][0]["error_code"], answer["topics"][0].get("error_message"))
             client.wait_for_topics([name], timeout_ms=self._timeout_ms)
 
     def grow_topic(self, name: str, partitions: int) -> None:
         with self._telling("add partitions to", f"topic {name!r}") as client:
-            client.create_partitions({name: partitions}, timeout_ms=self._timeout_ms)
+            answer = client.create_partitions({name: partitions}, timeout_ms=self._timeout_ms, raise_errors=False)
+            _check(answer.results[0].error_code, answer.results[0].error_message)
 
     def set_configs(self, topic: str, configs: Mapping[str, str | None]) -> None:
         with self._telling("change the settings of", f"topic {topic!r}"):
             changes = [(key, _DELETE if value is None else _SET, value) for key, value in configs.items()]
             answer = self._send(IncrementalAlterConfigsRequest(resources=[(ConfigResourceType.TOPIC, topic, changes)]))
-            _check(answer.responses[0].error_code)
+            _check(answer.responses[0].error_code, answer.responses[0].error_message)
 
     def set_password(self, user: str, password: str) -> None:
         with self._telling("give a password to", f"user {user!r}") as client:
             wanted = UserScramCredentialUpsertion(user, "SCRAM-SHA-512", password, iterations=SCRAM_ITERATIONS)
-            answers = client.alter_user_scram_credentials([wanted])
-            if answers.get(user, "no answer") is not None:
-                raise kafka_errors.BrokerResponseError
+            if (refusal := client.alter_user_scram_credentials([wanted]).get(user)) is not None:
+                raise _RefusedError(kafka_errors.UnacceptableCredentialError.errno, refusal)
 
     def create_acl(self, acl: Acl) -> None:
         with self._telling("add", f"the ACL {acl.text()}"):
             creation = CreateAclsRequest.AclCreation(
-                resource_type=ResourceType[acl.resource.upper()],
+                resource_type=_number(ResourceType, acl.resource),
                 resource_name=acl.name,
-                resource_pattern_type=ACLResourcePatternType[acl.pattern.upper()],
+                resource_pattern_type=_number(ACLResourcePatternType, acl.pattern),
                 principal=acl.principal,
                 host=acl.host,
-                operation=ACLOperation[acl.operation],
-                permission_type=ACLPermissionType[acl.permission],
+                operation=_number(ACLOperation, acl.operation),
+                permission_type=_number(ACLPermissionType, acl.permission),
             )
-            _check(self._send(CreateAclsRequest(creations=[creation])).results[0].error_code)
+            answer = self._send(CreateAclsRequest(creations=[creation])).results[0]
+            _check(answer.error_code, answer.error_message)
 
     def delete_acl(self, acl: Acl) -> None:
         with self._telling("remove", f"the ACL {acl.text()}"):
-            _check(self._send(DeleteAclsRequest(filters=[_acl_filter(acl)])).filter_results[0].error_code)
+            answer = self._send(DeleteAclsRequest(filters=[_acl_filter(acl)])).filter_results[0]
+            _check(answer.error_code, answer.error_message)
 
     def set_quota(self, user: str, values: Mapping[str, float | None]) -> None:
         with self._telling("set quotas of", f"user {user!r}"):
             changes = [(key, value or 0.0, value is None) for key, value in values.items()]
             answer = self._send(AlterClientQuotasRequest(entries=[([("user", user)], changes)], validate_only=False))
-            _check(answer.entries[0].error_code)
+            _check(answer.entries[0].error_code, answer.entries[0].error_message)
 
     def _acls(self) -> Iterator[Acl]:
         answer = self._send(
@@ -149,7 +153,7 @@ class KafkaAdmin:
                 permission_type=_ANY,
             )
         )
-        _check(answer.error_code)
+        _check(answer.error_code, answer.error_message)
         for found in answer.resources:
             for acl in found.acls:
                 yield Acl(
@@ -164,7 +168,7 @@ class KafkaAdmin:
 
     def _quotas(self) -> dict[str, dict[str, float]]:
         answer = self._send(DescribeClientQuotasRequest(components=[("user", _ANY_NAME, None)], strict=True))
-        _check(answer.error_code)
+        _check(answer.error_code, answer.error_message)
         return {
             entry.entity[0].entity_name: {each.key: each.value for each in entry.values}
             for entry in answer.entries or []
@@ -208,28 +212,46 @@ class KafkaAdmin:
             yield self._client
         except kafka_errors.KafkaError as error:
             raise translate(error, self._config, act=act, resource=resource) from error
+        except _RefusedError as refusal:
+            told = translate(kafka_errors.for_code(refusal.code)(), self._config, act=act, resource=resource)
+            told.message += f": {refusal.reason}" if refusal.reason else ""
+            raise told from refusal
+
+
+class _RefusedError(Exception):
+    """The broker's own answer about one request: unlike the library's messages it quotes no request."""
+
+    def __init__(self, code: int, reason: str | None) -> None:
+        super().__init__(code)
+        self.code = code
+        self.reason = reason
 
 
 def _acl_filter(acl: Acl) -> Any:
     return DeleteAclsRequest.DeleteAclsFilter(
-        resource_type_filter=ResourceType[acl.resource.upper()],
+        resource_type_filter=_number(ResourceType, acl.resource),
         resource_name_filter=acl.name,
-        pattern_type_filter=ACLResourcePatternType[acl.pattern.upper()],
+        pattern_type_filter=_number(ACLResourcePatternType, acl.pattern),
         principal_filter=acl.principal,
         host_filter=acl.host,
-        operation=ACLOperation[acl.operation],
-        permission_type=ACLPermissionType[acl.permission],
+        operation=_number(ACLOperation, acl.operation),
+        permission_type=_number(ACLPermissionType, acl.permission),
     )
 
 
 def _word(kind: type[IntEnum], number: int) -> str:
-    """Kafka's word for a number; newer brokers know more than the client library."""
+    """Kafka's word for a number; newer brokers know more of them than the client library."""
     try:
         return kind(number).name
     except ValueError:
-        return f"{kind.__name__} {number}"
+        return f"{_UNKNOWN}{number}"
 
 
-def _check(code: int) -> None:
+def _number(kind: type[IntEnum], word: str) -> int:
+    word = word.upper()
+    return int(word.removeprefix(_UNKNOWN)) if word.startswith(_UNKNOWN) else kind[word].value
+
+
+def _check(code: int, reason: str | None) -> None:
     if code:
-        raise kafka_errors.for_code(code)
+        raise _RefusedError(code, reason)
