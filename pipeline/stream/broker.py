@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import secrets
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,8 +19,16 @@ from typing import Any
 
 import msgspec
 
-from draftloop.pipeline.errors import KafkaJarsNotFoundError, LeaseHeldError, LocalBrokerError
+from draftloop.pipeline.errors import (
+    AuthenticationError,
+    BrokerUnreachableError,
+    KafkaJarsNotFoundError,
+    LeaseHeldError,
+    LocalBrokerError,
+    TlsError,
+)
 from draftloop.pipeline.lease import lease
+from draftloop.pipeline.stream.broker_home import MARKER, certified, certify, claim, cluster_of, readdress
 from draftloop.pipeline.stream.broker_jars import fetch, find_libs
 from draftloop.pipeline.stream.broker_java import (
     ProcessIdentity,
@@ -37,26 +43,23 @@ from draftloop.pipeline.stream.broker_java import (
 from draftloop.pipeline.stream.broker_settings import (
     ADMIN_NAME,
     HOST,
-    NODE_NAME,
     Ports,
     free_ports,
     properties_text,
     server_properties,
 )
-from draftloop.pipeline.stream.certificates import (
-    RENEW_DAYS,
-    Authority,
-    days_left,
-    self_signed,
-    write_private,
-)
+from draftloop.pipeline.stream.certificates import write_private
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, write_client
 
 __all__ = ["BrokerState", "LocalBroker", "fetch", "find_java", "find_libs"]
 
-MARKER = ".draftloop-broker"  # says that a folder is a broker's home, and is the lock of whoever changes it
+Tell = Callable[[str], None]
+
 FORMAT_TIMEOUT_S = 60.0
 POLL_S = 0.1
+TELL_EVERY_S = 5.0
+ADMITTED_WITHIN_S = 15.0  # a password set is known to the login a moment later
+GIVE_UP_S = 2.0  # for a clean end of a broker that did not come up
 MAX_LOG_BYTES = 16 * 2**20
 QUOTED_LINES = 5
 _JVM_FLAGS = (
@@ -67,7 +70,7 @@ _JVM_FLAGS = (
     "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
     "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd HH:mm:ss,SSS",
-    "-Dlog4j2.level=WARN",  # where $KAFKA_HOME's own jars bring log4j instead
+    "-Dlog4j2.level=WARN",  # where the jars of $KAFKA_HOME bring log4j instead
 )
 
 
@@ -97,28 +100,23 @@ class LocalBroker:
 
     def __init__(self, home: Path) -> None:
         self.home = home.absolute()
+        self._log = self.home / "server.log"
 
-    def up(self, *, libs: Path | None, wait_s: float = 60, on_wait: Callable[[str], None] | None = None) -> BrokerState:
+    def up(self, *, libs: Path | None, wait_s: float = 60, on_wait: Tell | None = None) -> BrokerState:
         """Start the broker, or find it running, and return when the administrator can log in.
 
         Raises LocalBrokerError (JavaNotFoundError, KafkaJarsNotFoundError) and leaves nothing running of what it
-        started; LeaseHeldError where another process is starting or stopping it all the time.
+        started; LeaseHeldError where another process is starting or stopping it all the while.
         """
         deadline = time.monotonic() + wait_s
-        tell = on_wait or (lambda _: None)
-        self._claim()
+        claim(self.home)
         with self._alone(deadline):
-            state = self.state()
-            if state is not None and runs(state.process):
-                self._wait_until_ready(state, deadline, tell, offset=self._log_size())
-                return state
-            state, offset = self._start(state, libs, tell)
             try:
-                self._wait_until_ready(state, deadline, tell, offset=offset)
-            except BaseException:
-                stop(state.process, wait_s=1.0)
-                raise
-            return state
+                return self._up(libs, deadline, on_wait or (lambda _: None))
+            except OSError as error:
+                raise LocalBrokerError(
+                    f"{self.home}: {error}", mend="check disk space and the folder's rights"
+                ) from error
 
     def down(self, *, wait_s: float = 30) -> bool:
         """Stop the broker; data, certificates and passwords stay. False: it did not run. Raises LocalBrokerError."""
@@ -133,12 +131,12 @@ class LocalBroker:
         file = self.home / "broker.json"
         try:
             return msgspec.json.decode(file.read_bytes(), type=BrokerState)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, msgspec.DecodeError) as error:
             raise LocalBrokerError(
                 f"{file} cannot be read: {error}",
-                mend="stop the Java process of this home, if one runs, and delete the file; data and passwords stay",
+                mend="end the Java process of this home, if there is one, and delete the file; data and passwords stay",
             ) from error
 
     def status(self) -> dict[str, Any]:
@@ -165,34 +163,53 @@ class LocalBroker:
         state = self.state()
         if state is None:
             raise LocalBrokerError(f"{self.home} was never started", mend="`draftloop broker up` first")
-        tls = self.home / "tls"
-        certificate, key = tls / f"{Path(principal).name}.pem", tls / f"{Path(principal).name}.key"
-        if days_left(certificate) < RENEW_DAYS or not key.exists():
-            certificate_pem, key_pem = Authority.at(tls).client(principal)
-            write_private(key, key_pem)
-            write_private(certificate, certificate_pem)
-        security = KafkaSecurity(protocol="SSL", ca_file=tls / "ca.pem", cert_file=certificate, key_file=key)
-        return KafkaConfig(bootstrap=(state.mtls_bootstrap,), cluster_id=state.cluster_id, security=security)
+        config = certified(self.home, principal, state.mtls_bootstrap)
+        return config.model_copy(update={"cluster_id": state.cluster_id})
 
-    def _claim(self) -> None:
-        try:
-            self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = os.listdir(self.home)
-        except OSError as error:
-            raise LocalBrokerError(f"{self.home} cannot be a home: {error}", mend="give another --home") from error
-        if found and MARKER not in found and not (self.home / MARKER).exists():
-            raise LocalBrokerError(
-                f"{self.home} is not empty and not a broker's home (it holds {sorted(found)[0]!r})",
-                mend="give --home a folder of its own",
-            )
-        if "," in str(self.home):
-            raise LocalBrokerError(f"{self.home}: Kafka takes ',' for the end of a path", mend="give another --home")
-        self.home.chmod(0o700)
+    def certificates(self) -> Path:
+        """The tls folder for a Kafka that something else starts, a container for one. Raises LocalBrokerError."""
+        claim(self.home)
+        with self._alone(time.monotonic()):
+            certify(self.home)
+            certified(self.home, ADMIN_NAME, f"{HOST}:0")
+        return self.home / "tls"
+
+    def admit(self, *, bootstrap: str, mtls_bootstrap: str) -> KafkaConfig:
+        """Give the administrator a password on a running Kafka that trusts our CA, and write clients/admin.toml.
+
+        Where the password in secrets/ is good already nothing is changed. Raises LocalBrokerError, BrokerError.
+        """
+        from draftloop.pipeline.stream.kafka_connect import probe
+        from draftloop.pipeline.stream.kafka_users import set_scram_password
+
+        by_certificate = certified(self.home, ADMIN_NAME, mtls_bootstrap)
+        cluster_id = probe(by_certificate).cluster_id
+        file = self.home / "secrets" / f"{ADMIN_NAME}.password"
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        if not file.exists():
+            write_private(file, secrets.token_urlsafe(32).encode() + b"\n")
+        security = KafkaSecurity(username=ADMIN_NAME, password_file=file, ca_file=self.home / "tls" / "ca.pem")
+        config = KafkaConfig(bootstrap=(bootstrap,), cluster_id=cluster_id, security=security)
+        deadline = time.monotonic() + ADMITTED_WITHIN_S
+        unset = True
+        while True:
+            try:
+                probe(config)
+                break
+            except AuthenticationError:
+                if time.monotonic() > deadline:
+                    raise
+                if unset:
+                    set_scram_password(by_certificate, ADMIN_NAME, security.password())
+                    unset = False
+                time.sleep(POLL_S)
+        write_client(self.home / "clients" / f"{ADMIN_NAME}.toml", config)
+        return config
 
     @contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
         while True:
-            held = lease(self.home / MARKER, what="draftloop broker up/down")
+            held = lease(self.home / MARKER, what="`draftloop broker`")
             try:
                 held.__enter__()
                 break
@@ -205,45 +222,44 @@ class LocalBroker:
         finally:
             held.__exit__(None, None, None)
 
-    def _start(
-        self, before: BrokerState | None, libs: Path | None, tell: Callable[[str], None]
-    ) -> tuple[BrokerState, int]:
+    def _up(self, libs: Path | None, deadline: float, tell: Tell) -> BrokerState:
+        before = self.state()
+        if before is not None and runs(before.process):
+            self._wait_until_ready(before, deadline, tell, offset=self._log_size())
+            return before
         jars = self._jars(before, libs)
         java = find_java(os.environ)
         ports = free_ports(before.ports if before else None)
-        self._certify()
+        certify(self.home)
         properties = self.home / "server.properties"
         write_private(properties, properties_text(server_properties(self.home, ports)).encode())
-        class_path = ("-cp", f"{jars}/*")
-        cluster_id = self._cluster_id()
-        if cluster_id is None:
-            cluster_id = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
-            tell("formatting the data folder")
-            arguments = [*_JVM_FLAGS, *class_path, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
-            done = run_java(java, [*arguments, "-t", cluster_id, "-c", str(properties)], timeout_s=FORMAT_TIMEOUT_S)
-            if done.returncode:
-                raise LocalBrokerError(
-                    f"Kafka could not format {self.home / 'data'}: {_quoted(done.stdout.splitlines())}",
-                    mend="check disk space and the folder's rights",
-                )
-        log = self.home / "server.log"
+        cluster_id = cluster_of(self.home) or self._format(java, jars, properties, tell)
         if self._log_size() > MAX_LOG_BYTES:
-            log.replace(log.with_suffix(".log.1"))
+            self._log.replace(self._log.with_suffix(".log.1"))
         offset = self._log_size()
-        crash = f"-XX:ErrorFile={self.home}/jvm-crash.log"
-        process = spawn_java(java, [*_JVM_FLAGS, crash, *class_path, "kafka.Kafka", str(properties)], log=log)
-        state = BrokerState(
-            pid=process.pid,
-            started=process.started,
-            cluster_id=cluster_id,
-            bootstrap=f"{HOST}:{ports.sasl}",
-            mtls_bootstrap=f"{HOST}:{ports.mtls}",
-            controller=f"{HOST}:{ports.controller}",
-            libs=str(jars),
+        crash = f"-XX:ErrorFile={str(self.home).replace('%', '%%')}/jvm-crash.log"
+        process = spawn_java(
+            java, [*_JVM_FLAGS, crash, "-cp", f"{jars}/*", "kafka.Kafka", str(properties)], log=self._log
         )
-        write_private(self.home / "broker.json", msgspec.json.encode(state))
-        self._readdress(before, state)
-        return state, offset
+        try:
+            state = BrokerState(
+                pid=process.pid,
+                started=process.started,
+                cluster_id=cluster_id,
+                bootstrap=f"{HOST}:{ports.sasl}",
+                mtls_bootstrap=f"{HOST}:{ports.mtls}",
+                controller=f"{HOST}:{ports.controller}",
+                libs=str(jars),
+            )
+            write_private(self.home / "broker.json", msgspec.json.encode(state))
+            if before is not None:
+                moved = {before.bootstrap: state.bootstrap, before.mtls_bootstrap: state.mtls_bootstrap}
+                readdress(self.home, moved)
+            self._wait_until_ready(state, deadline, tell, offset=offset)
+        except BaseException:
+            stop(process, wait_s=GIVE_UP_S)
+            raise
+        return state
 
     def _jars(self, before: BrokerState | None, libs: Path | None) -> Path:
         try:
@@ -253,94 +269,62 @@ class LocalBroker:
                 raise
             return find_libs(Path(before.libs), {})  # those it ran with
 
-    def _certify(self) -> None:
-        tls = self.home / "tls"
-        tls.mkdir(mode=0o700, exist_ok=True)
-        authority = Authority.at(tls)
-        hosts = ("localhost", HOST)
-        if days_left(tls / "node.pem") < RENEW_DAYS:
-            certificate, key = authority.node(NODE_NAME, hosts=hosts)
-            write_private(tls / "node.pem", key + certificate + authority.certificate_file.read_bytes())
-        if days_left(tls / "controller.pem") < RENEW_DAYS or not (tls / "controller-only.pem").exists():
-            certificate, key = self_signed(NODE_NAME, hosts=hosts)
-            write_private(tls / "controller-only.pem", certificate)
-            write_private(tls / "controller.pem", key + certificate)
-
-    def _cluster_id(self) -> str | None:
-        try:
-            text = (self.home / "data" / "meta.properties").read_text()
-        except FileNotFoundError:
-            return None
-        found = re.search(r"^cluster\.id=(\S+)$", text, re.MULTILINE)
-        if found is None:
+    def _format(self, java: Path, jars: Path, properties: Path, tell: Tell) -> str:
+        tell("formatting the data folder")
+        # Kafka's own form of an id; a leading '-' would read as an option of its tools.
+        cluster_id = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
+        arguments = ["kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster_id, "-c", str(properties)]
+        done = run_java(java, [*_JVM_FLAGS, "-cp", f"{jars}/*", *arguments], timeout_s=FORMAT_TIMEOUT_S)
+        if done.returncode:
             raise LocalBrokerError(
-                f"{self.home / 'data'} holds a damaged meta.properties", mend="move the data folder away"
+                f"Kafka could not format {self.home / 'data'}: {_quoted(done.stdout.splitlines())}",
+                mend="check disk space and the folder's rights",
             )
-        return found[1]
+        return cluster_id
 
-    def _readdress(self, before: BrokerState | None, state: BrokerState) -> None:
-        if before is None or before.bootstrap == state.bootstrap:
-            return
-        moved = {before.bootstrap: state.bootstrap, before.mtls_bootstrap: state.mtls_bootstrap}
-        for file in sorted((self.home / "clients").glob("*.toml")):
-            config = read_client(file)
-            bootstrap = tuple(moved.get(address, address) for address in config.bootstrap)
-            write_client(file, config.model_copy(update={"bootstrap": bootstrap}))
+    def _wait_until_ready(self, state: BrokerState, deadline: float, tell: Tell, *, offset: int) -> None:
+        from draftloop.pipeline.stream.kafka_connect import probe
 
-    def _wait_until_ready(
-        self, state: BrokerState, deadline: float, tell: Callable[[str], None], *, offset: int
-    ) -> None:
-        began = time.monotonic()
-        while not _answers(state.ports.mtls):
+        config = self.certified(ADMIN_NAME).model_copy(update={"connect_timeout_s": 3.0})
+        began = told = time.monotonic()
+        tell(f"waiting for Kafka on {state.bootstrap}")
+        while True:
+            try:
+                if probe(config).num_brokers:
+                    break
+                why = "it knows no broker yet"
+            except (BrokerUnreachableError, TlsError) as error:
+                why = error.message
+            now = time.monotonic()
             if not runs(state.process):
                 raise LocalBrokerError(
-                    f"Kafka ended while starting: {_quoted(self._log_lines(offset))}",
-                    mend=f"the whole log is {self.home / 'server.log'}",
+                    f"Kafka ended while starting: {_quoted(self._log_lines(offset))}", mend=f"read {self._log}"
                 )
-            if time.monotonic() > deadline:
+            if now > deadline:
                 raise LocalBrokerError(
-                    f"Kafka (process {state.pid}) does not answer on {state.mtls_bootstrap}"
-                    f" after {time.monotonic() - began:.0f} s: {_quoted(self._log_lines(offset))}",
+                    f"Kafka (process {state.pid}) is not ready after {now - began:.0f} s: {why};"
+                    f" its log: {_quoted(self._log_lines(offset))}",
                     mend=f"wait longer, or `draftloop broker down --home {self.home}` and start it again",
                 )
-            tell(f"waiting for Kafka: {time.monotonic() - began:.0f} s")
+            if now - told > TELL_EVERY_S:
+                tell(f"waiting for Kafka: {now - began:.0f} s")
+                told = now
             time.sleep(POLL_S)
-        self._admit_admin(state)
-
-    def _admit_admin(self, state: BrokerState) -> None:
-        from draftloop.pipeline.stream.kafka_users import set_scram_password
-
-        file = self.home / "secrets" / f"{ADMIN_NAME}.password"
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        if not file.exists():
-            write_private(file, secrets.token_urlsafe(32).encode() + b"\n")
-        security = KafkaSecurity(username=ADMIN_NAME, password_file=file, ca_file=self.home / "tls" / "ca.pem")
-        (self.home / "clients").mkdir(mode=0o700, exist_ok=True)
-        config = KafkaConfig(bootstrap=(state.bootstrap,), cluster_id=state.cluster_id, security=security)
-        write_client(self.home / "clients" / f"{ADMIN_NAME}.toml", config)
-        set_scram_password(self.certified(ADMIN_NAME), ADMIN_NAME, security.password())
+        self.admit(bootstrap=state.bootstrap, mtls_bootstrap=state.mtls_bootstrap)
 
     def _log_size(self) -> int:
         try:
-            return (self.home / "server.log").stat().st_size
+            return self._log.stat().st_size
         except FileNotFoundError:
             return 0
 
     def _log_lines(self, offset: int) -> list[str]:
         try:
-            with (self.home / "server.log").open("rb") as stream:
+            with self._log.open("rb") as stream:
                 stream.seek(max(offset, self._log_size() - 2**20))
                 return stream.read().decode(errors="replace").splitlines()
         except FileNotFoundError:
             return []
-
-
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection((HOST, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _quoted(lines: list[str]) -> str:

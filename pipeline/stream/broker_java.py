@@ -94,10 +94,7 @@ def spawn_java(java: Path, arguments: Sequence[str], *, log: Path) -> ProcessIde
         )
     except OSError as error:
         raise LocalBrokerError(f"{java} did not start: {error}", mend="check the log file's folder and Java") from error
-    started = started_at(pid)
-    if started is None:
-        raise LocalBrokerError(f"{java} ended at once; its last words are in {log}", mend="read them")
-    return ProcessIdentity(pid, started)
+    return ProcessIdentity(pid, _stat(pid)[1])  # an ended child has its entry until we ask for it
 
 
 def started_at(pid: int) -> str | None:

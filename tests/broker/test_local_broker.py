@@ -2,11 +2,333 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import ssl
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from draftloop.pipeline.errors import AuthenticationError, BrokerUnreachableError, LocalBrokerError
 from draftloop.pipeline.stream.broker import LocalBroker
+from draftloop.pipeline.stream.broker_java import runs
+from draftloop.pipeline.stream.kafka_config import KafkaConfig
+
+API_VERSIONS, METADATA = 18, 3
+
+
+def kafka_answers(address: str, *, api: int = API_VERSIONS, context: ssl.SSLContext | None = None) -> bool:
+    """Whether a Kafka request sent by hand is answered; False where the connection is closed or the handshake fails."""
+    request = struct.pack(">hhih", api, 1 if api == METADATA else 0, 7, 0) + (b"\xff" * 4 if api == METADATA else b"")
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as plain:
+        try:
+            stream = context.wrap_socket(plain, server_hostname=host) if context else plain
+            stream.sendall(struct.pack(">i", len(request)) + request)
+            head = stream.recv(8)
+        except (ssl.SSLError, ConnectionError):
+            return False
+        finally:
+            if context and "stream" in locals():
+                stream.close()
+    return len(head) == 8 and struct.unpack(">i", head[4:])[0] == 7
+
+
+def tls(ca: Path, *pair: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(ca))
+    if pair:
+        context.load_cert_chain(*pair)
+    return context
+
+
+def make_topic(config: KafkaConfig, name: str, *values: bytes) -> None:
+    from kafka import KafkaProducer
+    from kafka.admin import KafkaAdminClient
+
+    from draftloop.pipeline.stream.kafka_connect import client_options
+
+    with KafkaAdminClient(**client_options(config)) as client:
+        client.create_topics({name: {"num_partitions": 1, "replication_factor": 1}})
+    with KafkaProducer(**client_options(config)) as producer:
+        for value in values:
+            producer.send(name, value).get(timeout=20)
+
+
+def read_topic(config: KafkaConfig, name: str, count: int) -> list[bytes]:
+    from kafka import KafkaConsumer, TopicPartition
+
+    from draftloop.pipeline.stream.kafka_connect import client_options
+
+    with KafkaConsumer(**client_options(config), consumer_timeout_ms=20_000) as consumer:
+        consumer.assign([TopicPartition(name, 0)])
+        consumer.seek_to_beginning()
+        return [record.value for _, record in zip(range(count), consumer, strict=False)]
+
+
+def topics_seen(config: KafkaConfig) -> list[str]:
+    from kafka.admin import KafkaAdminClient
+
+    from draftloop.pipeline.stream.kafka_connect import client_options
+
+    with KafkaAdminClient(**client_options(config)) as client:
+        return list(client.list_topics())
+
+
+@contextmanager
+def taken(address: str) -> Iterator[None]:
+    """Somebody else listens there for the block."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", int(address.split(":")[1])))
+        other.listen()
+        yield
 
 
 def test_up_answers_with_where_it_listens_and_a_second_up_finds_it_running(broker: LocalBroker) -> None:
     first = broker.state()
     assert first is not None
     assert broker.up(libs=None) == first
-    assert broker.status()["running"] is True
+    status = broker.status()
+    assert (status["running"], status["pid"], status["bootstrap"]) == (True, first.pid, first.bootstrap)
+    assert 50 < status["rss_mb"] < 2000
+    assert 0 < status["uptime_s"] < 3600
+    assert broker.client("admin").cluster_id == first.cluster_id
+
+
+def test_a_terminals_interrupt_does_not_reach_it(broker: LocalBroker) -> None:
+    state = broker.state()
+    assert state is not None
+    assert os.getsid(state.pid) == state.pid
+
+
+def test_it_listens_on_the_loopback_address_alone(broker: LocalBroker) -> None:
+    state = broker.state()
+    assert state is not None
+    ports = {f"{port:04X}" for port in state.ports}
+    rows = [
+        line.split()[1] for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()
+    ]
+    ours = [row.split(":")[0] for row in rows[1:] if row.split(":")[-1] in ports]
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert ours
+    assert set(ours) <= loopback
+
+
+def test_the_controllers_port_takes_the_nodes_certificate_and_no_other(broker: LocalBroker) -> None:
+    state = broker.state()
+    assert state is not None
+    folder = broker.home / "tls"
+    ours = folder / "controller-only.pem"
+    broker.certified("stranger")
+    assert kafka_answers(state.controller) is False, "plain text"
+    assert kafka_answers(state.controller, context=tls(ours)) is False, "TLS without a certificate"
+    for name in ("stranger", "admin"):
+        pair = (folder / f"{name}.pem", folder / f"{name}.key")
+        assert kafka_answers(state.controller, context=tls(ours, *pair)) is False, f"{name}'s certificate"
+    assert kafka_answers(state.controller, context=tls(ours, folder / "node.pem")) is False, (
+        "the listeners' certificate"
+    )
+    assert kafka_answers(state.controller, context=tls(ours, folder / "controller.pem")) is True
+
+
+def test_who_does_not_log_in_gets_nothing(broker: LocalBroker) -> None:
+    state = broker.state()
+    assert state is not None
+    ca = broker.home / "tls" / "ca.pem"
+    for address in (state.bootstrap, state.mtls_bootstrap):
+        assert kafka_answers(address) is False, "plain text"
+    assert kafka_answers(state.mtls_bootstrap, context=tls(ca)) is False, "no certificate"
+    assert kafka_answers(state.bootstrap, api=METADATA, context=tls(ca)) is False, "no login"
+    admin = (broker.home / "tls" / "admin.pem", broker.home / "tls" / "admin.key")
+    assert kafka_answers(state.mtls_bootstrap, api=METADATA, context=tls(ca, *admin)) is True
+
+
+def test_who_logs_in_without_an_acl_sees_and_makes_no_topic(broker: LocalBroker, admin: KafkaConfig) -> None:
+    from kafka.errors import AuthorizationError
+
+    make_topic(admin, "local-broker.unseen")
+    stranger = broker.certified("stranger")
+    assert "local-broker.unseen" in topics_seen(admin)
+    assert topics_seen(stranger) == []
+    with pytest.raises(AuthorizationError):
+        make_topic(stranger, "local-broker.made")
+
+
+def test_a_record_of_four_mebibytes_fits(admin: KafkaConfig) -> None:
+    from kafka import KafkaProducer
+
+    from draftloop.pipeline.stream.kafka_connect import client_options
+
+    make_topic(admin, "local-broker.large")
+    with KafkaProducer(**client_options(admin), max_request_size=8 * 2**20) as producer:
+        assert producer.send("local-broker.large", os.urandom(4 * 2**20)).get(timeout=20).offset == 0
+
+
+def test_down_and_up_keep_data_and_passwords_and_move_from_ports_that_were_taken(own_broker: LocalBroker) -> None:
+    from draftloop.pipeline.stream.kafka_connect import probe
+
+    before, admin = own_broker.state(), own_broker.client("admin")
+    assert before is not None
+    password = (own_broker.home / "secrets" / "admin.password").read_text()
+    make_topic(admin, "kept", b"one", b"two")
+    assert own_broker.down() is True
+    assert own_broker.down() is False
+    assert own_broker.status()["running"] is False
+    with pytest.raises(BrokerUnreachableError):
+        probe(admin)
+    with taken(before.mtls_bootstrap):
+        after = own_broker.up(libs=None)
+    assert after.cluster_id == before.cluster_id
+    assert not set(after.ports) & set(before.ports)
+    assert (own_broker.home / "secrets" / "admin.password").read_text() == password
+    assert own_broker.client("admin").bootstrap == (after.bootstrap,)
+    assert read_topic(own_broker.client("admin"), "kept", 2) == [b"one", b"two"]
+    own_broker.down()
+    assert own_broker.up(libs=None).ports == after.ports
+
+
+def test_after_kill_9_up_recovers_what_was_acknowledged(own_broker: LocalBroker) -> None:
+    state, admin = own_broker.state(), own_broker.client("admin")
+    assert state is not None
+    make_topic(admin, "kept", b"one", b"two")
+    os.kill(state.pid, signal.SIGKILL)
+    while runs(state.process):
+        time.sleep(0.01)
+    assert own_broker.status()["running"] is False
+    again = own_broker.up(libs=None)
+    assert (again.pid != state.pid, again.ports) == (True, state.ports)
+    assert read_topic(admin, "kept", 2) == [b"one", b"two"]
+
+
+def test_down_stops_its_own_broker_alone_even_when_it_is_frozen(own_broker: LocalBroker, broker: LocalBroker) -> None:
+    ours, others = own_broker.state(), broker.state()
+    assert ours is not None
+    assert others is not None
+    os.kill(ours.pid, signal.SIGSTOP)
+    assert own_broker.down(wait_s=10) is True
+    assert not runs(ours.process)
+    assert runs(others.process)
+    assert kafka_answers(others.bootstrap, context=tls(broker.home / "tls" / "ca.pem")) is True
+
+
+@pytest.fixture
+def watched_commands() -> Iterator[dict[str, None]]:
+    """Every command line and environment of every process while the test runs, sampled all the time."""
+    seen: dict[str, None] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            for kind in ("cmdline", "environ"):
+                for file in Path("/proc").glob(f"[0-9]*/{kind}"):
+                    try:
+                        seen[file.read_bytes().decode(errors="replace")] = None
+                    except OSError:
+                        continue
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield seen
+    over.set()
+    thread.join()
+
+
+def test_no_password_is_in_a_process_list_a_log_a_setting_or_on_the_screen(
+    kafka_libs: Path,
+    tmp_path: Path,
+    watched_commands: dict[str, None],
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG")
+    own = LocalBroker(tmp_path / "ein Zuhause für #1: 100 % = ja")
+    told: list[str] = []
+    try:
+        own.up(libs=kafka_libs, on_wait=told.append)
+        make_topic(own.client("admin"), "x", b"1")
+    finally:
+        own.down()
+    password = (own.home / "secrets" / "admin.password").read_text().strip()
+    assert len(password) >= 43
+    printed = "".join(capfd.readouterr())
+    open_files = [own.home / name for name in ("server.log", "server.properties", "broker.json", "clients/admin.toml")]
+    data = [file for file in (own.home / "data").rglob("*") if file.is_file()]
+    commands = "\n".join(watched_commands)
+    assert "kafka.tools.StorageTool" in commands, "the watch saw the short-lived process too"
+    assert "kafka.Kafka" in commands
+    assert "SCRAM" not in commands
+    assert password not in commands
+    assert password not in printed + caplog.text + "".join(told)
+    for file in open_files + data:
+        assert password.encode() not in file.read_bytes(), file
+
+
+def test_only_the_owner_reads_anything_of_a_home(broker: LocalBroker) -> None:
+    broker.certified("stranger")
+    assert stat.S_IMODE(broker.home.stat().st_mode) == 0o700
+    named = [broker.home / name for name in ("broker.json", "server.properties", "server.log", ".draftloop-broker")]
+    inside = [file for name in ("tls", "secrets", "clients") for file in (broker.home / name).iterdir()]
+    assert len(inside) >= 9
+    assert {str(file): stat.S_IMODE(file.stat().st_mode) for file in named + inside} == dict.fromkeys(
+        map(str, named + inside), 0o600
+    )
+
+
+def test_two_ups_at_once_start_one_broker_and_an_interrupted_up_leaves_none(kafka_libs: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+
+    def interrupt(text: str) -> None:
+        if text.startswith("waiting"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalBroker(home).up(libs=kafka_libs, on_wait=interrupt)
+    state = LocalBroker(home).state()
+    assert state is not None
+    assert not runs(state.process)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: LocalBroker(home).up(libs=kafka_libs), range(3)))
+    try:
+        assert len({state.pid for state in found}) == 1
+    finally:
+        assert LocalBroker(home).down() is True
+
+
+def test_a_lost_or_changed_admin_password_is_set_anew_by_the_next_up(own_broker: LocalBroker) -> None:
+    from draftloop.pipeline.stream.kafka_connect import probe
+
+    old = own_broker.client("admin")
+    (own_broker.home / "secrets" / "admin.password").unlink()
+    (own_broker.home / "clients" / "admin.toml").unlink()
+    own_broker.up(libs=None)
+    probe(own_broker.client("admin"))
+    wrong = own_broker.home / "wrong"
+    wrong.write_text("not it")
+    assert old.security is not None
+    with pytest.raises(AuthenticationError):
+        probe(old.model_copy(update={"security": old.security.model_copy(update={"password_file": wrong})}))
+
+
+def test_a_broker_that_cannot_start_is_told_with_its_own_words(own_broker: LocalBroker) -> None:
+    own_broker.down()
+    meta = own_broker.home / "data" / "meta.properties"
+    meta.write_text(meta.read_text().replace("node.id=1", "node.id=2"))
+    with pytest.raises(LocalBrokerError, match=r"Kafka ended while starting: .*Stored node id 2"):
+        own_broker.up(libs=None)
+    assert own_broker.status()["running"] is False
+
+
+def test_who_waits_too_short_a_time_is_told_and_nothing_is_left_running(kafka_libs: Path, tmp_path: Path) -> None:
+    own = LocalBroker(tmp_path / "home")
+    with pytest.raises(LocalBrokerError, match="is not ready after"):
+        own.up(libs=kafka_libs, wait_s=0.1)
+    assert own.status()["running"] is False
