@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -85,25 +86,34 @@ class LoopStages:
         offsets = {
             f"partition {number}": f"{window.start.get(number, 0)}..{stop}" for number, stop in window.stop.items()
         }
-        with (
-            audited(
-                LogAudit(context.log),
-                "window.read",
-                by=self._workspace.actor(),
-                subject=window.topic,
-                details={"job": context.key, **offsets},
-            ),
-            context.screen.bar("curate", window.num_entries) as advance,
-        ):
-            curated = curate(
-                context.log,
-                context.window,
-                fingerprint=self.target.fingerprint,
-                config=self._workspace.config.curate,
-                carried=self._parent_snapshot(context),
-                on_progress=lambda done, total: advance(done),
-            )
-        snapshot = publish_curated(self._workspace.snapshots, curated, fingerprint=self.target.fingerprint)
+        with ExitStack() as held:
+            with (
+                audited(
+                    LogAudit(context.log),
+                    "window.read",
+                    by=self._workspace.actor(),
+                    subject=window.topic,
+                    details={"job": context.key, **offsets},
+                ),
+                context.screen.bar("curate", window.num_entries) as read,
+            ):
+                work = curate(
+                    context.log,
+                    window,
+                    beside=self._workspace.snapshots,
+                    fingerprint=self.target.fingerprint,
+                    config=self._workspace.config.curate,
+                    carried=self._parent_snapshot(context),
+                    on_progress=lambda done, total: read(done),
+                )
+                curated = held.enter_context(work)
+            with context.screen.bar("snapshot", curated.num_rows) as wrote:
+                snapshot = publish_curated(
+                    self._workspace.snapshots,
+                    curated,
+                    fingerprint=self.target.fingerprint,
+                    on_progress=lambda done, total: wrote(done),
+                )
         return {"snapshot": snapshot.id, "folder": str(snapshot.folder), "counts": dict(curated.counts)}
 
     def _parent_snapshot(self, context: JobContext) -> Snapshot | None:

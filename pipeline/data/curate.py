@@ -2,33 +2,45 @@
 
 Nothing here depends on the clock, on how partitions interleave, or on who reads first: the same entries and the same
 rules give the same rows in the same order. Every entry of the window becomes a row or a reject with one reason.
+
+Memory stays flat: the first pass streams the window, leaves each good row in files on disk (spill) and a line about
+every entry in an index (curate_index); all decisions between entries are made on the index; the second pass streams
+the rows in their order into the snapshot.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftloop.pipeline.data.mixture import cap_per_owner, is_heldout, rank, replay, replay_rows
-from draftloop.pipeline.data.snapshot import Reject, Row, Snapshot, Split, publish_snapshot
-from draftloop.pipeline.errors import (
-    ConfigError,
-    EmptySnapshotError,
-    InputError,
-    NewerSchemaError,
-    UndecodableRecordError,
+from draftloop.pipeline import artifact
+from draftloop.pipeline.data.mixture import replay_rows
+from draftloop.pipeline.data.packed import encode_row
+from draftloop.pipeline.data.snapshot import (
+    SPLITS,
+    PackedSplit,
+    Reject,
+    Snapshot,
+    Split,
+    on_both_sides,
+    publish_packed,
 )
+from draftloop.pipeline.data.spill import Spill
+from draftloop.pipeline.errors import ConfigError, EmptySnapshotError, InputError, StorageError
 from draftloop.pipeline.fingerprint import Fingerprint, require_same
-from draftloop.pipeline.records import CapturedRequest, decode, pack_ids, unpack_floats, unpack_ids
-from draftloop.pipeline.stream.log import CaptureLog, Offsets, StoredEntry
+from draftloop.pipeline.stream.log import CaptureLog, Offsets
 
+if TYPE_CHECKING:
+    from draftloop.pipeline.data.candidate import IndexEntry
+    from draftloop.pipeline.data.curate_index import Chosen, CurationIndex
+
+Progress = Callable[[int, int], None]
 Reason = Literal[
     "missing",  # the log gave no entry for this offset: erased or expired
     "undecodable",
@@ -95,116 +107,130 @@ class Counts(TypedDict):
     carried: dict[str, int]
 
 
-@dataclass(frozen=True)
 class Curated:
-    """Rows ready to publish, with what the manifest says about them."""
+    """A decided window on disk, ready to publish: good inside the `curate` block, its rows to be read once."""
 
-    train: list[Row]
-    heldout: list[Row]
-    rejects: list[Reject]
-    counts: Counts
-    source: dict[str, Any]
-    rules: dict[str, Any]
+    def __init__(
+        self, index: CurationIndex, spill: Spill, *, counts: Counts, source: dict[str, Any], rules: dict[str, Any]
+    ) -> None:
+        self.counts = counts
+        self.source = source
+        self.rules = rules
+        self._index = index
+        self._spill = spill
 
+    @property
+    def num_rows(self) -> int:
+        """Rows to be written, old ones included."""
+        return self.counts["kept"] + sum(self.counts["carried"].values())
 
-class _Candidate(NamedTuple):
-    """A row that has passed the checks on it alone."""
+    def splits(self) -> dict[Split, PackedSplit]:
+        """Both sides, to be streamed. Raises SnapshotError where a conversation is on both."""
+        conversations = self._index.conversations()
+        if conversations.shared is not None:
+            raise on_both_sides(conversations.shared, conversations.num_shared)
+        kept, carried = self._index.num_kept(), self._index.num_carried()
+        return {
+            side: PackedSplit(
+                self._rows(side),
+                kept[side] + carried[side],
+                conversations.num_by_side[side],
+            )
+            for side in SPLITS
+        }
 
-    row: Row
-    tenant: str
-    policy: str
-    content: bytes
-    entry: StoredEntry
-    side: Split
+    def rejects(self) -> Iterator[Reject]:
+        """Every reject, ordered by its place in the log."""
+        return self._index.rejects()
+
+    def _rows(self, side: Split) -> Iterator[bytes]:
+        yield from self._spill.take(side, self._index.rows(side))  # the sort begins when the first row is asked for
 
 
 def pending_window(log: CaptureLog, topic: str, group: str) -> Window:
-    """What a group has not yet committed. Raises InputError for an unknown topic."""
-    return Window(topic, log.committed(group, topic), log.end_offsets(topic))
+    """What a group has not yet committed; all that is still there for a group that never did.
+
+    Raises MissingTopicError, and InputError where the group has committed more than the topic holds.
+    """
+    committed, ends = log.committed(group, topic), log.end_offsets(topic)
+    for partition, offset in committed.items():
+        if offset > ends.get(partition, 0):
+            raise InputError(
+                f"group {group!r} has committed offset {offset} of partition {partition} of {topic!r}, which ends at "
+                f"{ends.get(partition, 0)}: the topic was made anew",
+                mend="set the group's offsets back to 0 (Kafka: kafka-consumer-groups.sh --reset-offsets "
+                "--to-earliest), or give the target a topic of another name",
+            )
+    # Of a topic that has expired entries a new group would else report millions as missing.
+    return Window(topic, committed if any(committed.values()) else log.start_offsets(topic), ends)
 
 
+@contextmanager
 def curate(
     log: CaptureLog,
     window: Window,
     *,
+    beside: Path,
     fingerprint: Fingerprint,
     config: CurateConfig,
     carried: Snapshot | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Curated:
-    """Turn a window into train and held-out rows, replaying a share of the parent snapshot `carried`.
+    on_progress: Progress | None = None,
+) -> Iterator[Curated]:
+    """Decide a window into train and held-out rows, replaying a share of the parent snapshot `carried`.
 
-    `on_progress(done, total)` is called every 256 entries and at the end. Raises InputError (window not in the log),
-    ConfigError (split rule changed since the parent), FingerprintMismatchError (parent of another target).
+    What is kept on disk for the block lies in a staging folder in `beside` (where snapshots go), about as large as the
+    window. `on_progress(done, total)` is called every 256 entries and at the end. Raises InputError (window not in the
+    log), ConfigError (split rule changed since the parent), FingerprintMismatchError (parent of another target),
+    StorageError.
     """
+    from draftloop.pipeline.data.candidate import Examiner
+    from draftloop.pipeline.data.curate_index import CurationIndex
+
     _check_window(log, window)
-    parent = _Parent(carried, fingerprint, config)
-    ledger = _Ledger()
-    candidates: list[_Candidate] = []
-    total = window.num_entries
-    for done, (entry, record) in enumerate(_decoded(log, window, ledger), start=1):
-        if record is not None:
-            found = _check(record, fingerprint, config)
-            if isinstance(found, str):
-                ledger.reject(found, entry, record.record_id)
-            else:
-                side = _side(config, record.conversation_id)
-                content = _content(found)
-                policy = record.consent.policy_version
-                candidates.append(_Candidate(found, record.tenant, policy, content, entry, side))
-        if on_progress is not None and (done % 256 == 0 or done == total):
-            on_progress(done, total)
-    kept = _choose(candidates, parent, ledger, config)
-    return _assemble(kept, parent, ledger, window, config)
+    if carried is not None:
+        _check_parent(carried, fingerprint, config)
+    with artifact.staging(beside / "curation") as folder:
+        try:
+            spill = Spill(folder / "rows", num_rows=window.num_entries)
+            with closing(spill), closing(CurationIndex(folder / "index.sqlite")) as index:
+                examiner = Examiner(fingerprint, config, spill)
+                if carried is not None:
+                    index.add_parent(examiner.parent(carried))
+                index.add_entries(_counted(examiner.window(log, window), window.num_entries, on_progress))
+                index.decide(config.max_rows_per_tenant)
+                if carried is not None:
+                    _carry(carried, index, spill, config)
+                yield _decided(index, spill, window, config, carried)
+        except sqlite3.Error as error:
+            raise StorageError(
+                f"curation index {folder / 'index.sqlite'}: {error}",
+                mend="free disk space there and where SQLite keeps temporary files; nothing was published",
+            ) from error
 
 
-def publish_curated(root: Path, curated: Curated, *, fingerprint: Fingerprint) -> Snapshot:
-    """Publish curated rows. Raises EmptySnapshotError also where only carried rows are left."""
+def publish_curated(
+    root: Path, curated: Curated, *, fingerprint: Fingerprint, on_progress: Progress | None = None
+) -> Snapshot:
+    """Publish curated rows; `on_progress(done, total)` counts them.
+
+    Raises EmptySnapshotError also where only carried rows are left, SnapshotError, StorageError.
+    """
     if not curated.counts["kept"]:
         ledger = ", ".join(f"{reason} {count}" for reason, count in curated.counts["rejected"].items()) or "none"
         raise EmptySnapshotError(
             f"no entry of the window became a row ({curated.counts['captured']} captured; rejected: {ledger})",
             mend="loosen the rule with the largest count, or capture more traffic",
         )
-    return publish_snapshot(
+    return publish_packed(
         root,
-        train=curated.train,
-        heldout=curated.heldout,
-        rejects=curated.rejects,
+        curated.splits(),
+        rejects=curated.rejects(),
+        rejected=curated.counts["rejected"],
         fingerprint=fingerprint,
         source=curated.source,
         rules=curated.rules,
+        on_progress=on_progress,
     )
-
-
-class _Ledger:
-    """Rejects as they happen, and how many entries the window had."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.rejects: list[Reject] = []
-
-    def reject(self, reason: Reason, entry: StoredEntry, record_id: str | None) -> None:
-        self.rejects.append(Reject(reason, entry.partition, entry.offset, record_id))
-
-
-class _Parent:
-    """The carried snapshot's rows and contents by side; empty without one."""
-
-    def __init__(self, carried: Snapshot | None, fingerprint: Fingerprint, config: CurateConfig) -> None:
-        self.id = carried.id if carried else None
-        self.rows: dict[Split, list[Row]] = {"train": [], "heldout": []}
-        if carried is not None:
-            require_same(fingerprint, carried.fingerprint, expected_of="this run", found_of=f"snapshot {carried.id}")
-            wanted = config.split_rule()
-            found = {name: carried.manifest["rules"].get(name) for name in wanted}
-            if found != wanted:
-                raise ConfigError(
-                    f"snapshot {carried.id} was split by {found}, this run splits by {wanted}",
-                    mend="keep heldout_fraction and split_salt for all cycles, or start without a parent snapshot",
-                )
-            self.rows = {"train": carried.rows("train"), "heldout": carried.rows("heldout")}
-        self.contents = {side: {_content(row) for row in rows} for side, rows in self.rows.items()}
 
 
 def _check_window(log: CaptureLog, window: Window) -> None:
@@ -219,151 +245,65 @@ def _check_window(log: CaptureLog, window: Window) -> None:
             )
 
 
-def _decoded(log: CaptureLog, window: Window, ledger: _Ledger) -> Iterator[tuple[StoredEntry, CapturedRequest | None]]:
-    """Every offset of the window once; None where it was rejected already. Record ids are unique among the rest."""
-    # Of two entries with one record id the one with the smaller bytes is kept: offsets depend on who wrote first.
-    chosen: dict[str, tuple[bytes, StoredEntry, CapturedRequest]] = {}
-    for partition, stop in sorted(window.stop.items()):
-        expected = window.start.get(partition, 0)
-        for entry in log.read(window.topic, partition, expected, stop):
-            yield from _gap(partition, expected, entry.offset, ledger)
-            expected = entry.offset + 1
-            ledger.captured += 1
-            try:
-                record = decode(entry.value)
-            except NewerSchemaError:
-                ledger.reject("newer_schema", entry, None)
-                yield entry, None
-                continue
-            except UndecodableRecordError:
-                ledger.reject("undecodable", entry, None)
-                yield entry, None
-                continue
-            this = (hashlib.sha256(entry.value).digest(), entry, record)
-            if (other := chosen.get(record.record_id)) is not None:
-                this, other = sorted((other, this), key=lambda item: item[0])
-                ledger.reject("duplicate_record", other[1], record.record_id)
-                yield other[1], None
-            chosen[record.record_id] = this
-        yield from _gap(partition, expected, stop, ledger)
-    for _, entry, record in chosen.values():
-        yield entry, record
+def _check_parent(carried: Snapshot, fingerprint: Fingerprint, config: CurateConfig) -> None:
+    require_same(fingerprint, carried.fingerprint, expected_of="this run", found_of=f"snapshot {carried.id}")
+    wanted = config.split_rule()
+    found = {name: carried.manifest["rules"].get(name) for name in wanted}
+    if found != wanted:
+        raise ConfigError(
+            f"snapshot {carried.id} was split by {found}, this run splits by {wanted}",
+            mend="keep heldout_fraction and split_salt for all cycles, or start without a parent snapshot",
+        )
 
 
-def _gap(partition: int, start: int, stop: int, ledger: _Ledger) -> Iterator[tuple[StoredEntry, None]]:
-    for offset in range(start, stop):
-        entry = StoredEntry(partition, offset, 0, b"", b"")
-        ledger.captured += 1
-        ledger.reject("missing", entry, None)
-        yield entry, None
+def _counted(entries: Iterator[IndexEntry], total: int, on_progress: Progress | None) -> Iterator[IndexEntry]:
+    for done, entry in enumerate(entries, start=1):
+        yield entry
+        if on_progress is not None and (done % 256 == 0 or done == total):
+            on_progress(done, total)
 
 
-def _check(record: CapturedRequest, fingerprint: Fingerprint, config: CurateConfig) -> Row | Reason:
-    """The row of a record, or the first reason why it has none; permission is asked before content is looked at."""
-    if record.consent.purpose != "train":
-        return "no_consent"
-    if record.target != fingerprint.digest:
-        return "other_target"
-    if record.finish_reason == "abort" and not config.train_on_aborted:
-        return "aborted"
-    try:
-        prompt, output = unpack_ids(record.prompt_ids), unpack_ids(record.output_ids)
-        logprobs = unpack_floats(record.logprobs) if record.logprobs is not None else []
-    except UndecodableRecordError:
-        return "undecodable"
-    if not prompt:
-        return "no_prompt"
-    if not output:
-        return "no_output"
-    if len(output) < config.min_output_tokens:
-        return "too_short"
-    if len(output) > config.max_output_tokens or len(prompt) + len(output) > config.max_sequence_tokens:
-        return "too_long"
-    if max(max(prompt), max(output)) >= fingerprint.vocab_size:
-        return "id_out_of_vocabulary"
-    if logprobs and (len(logprobs) != len(output) or not all(map(math.isfinite, logprobs))):
-        return "logprobs_mismatch"
-    temperature = record.sampling.temperature
-    return Row(record.record_id, record.conversation_id, prompt, output, dict(record.slices), temperature, logprobs)
-
-
-def _choose(
-    candidates: Sequence[_Candidate], parent: _Parent, ledger: _Ledger, config: CurateConfig
-) -> list[_Candidate]:
-    """Drop repeated content, content of the parent's other side, and what is over a tenant's cap."""
-
-    def order(candidate: _Candidate) -> bytes:
-        return _order(config, candidate.row)
-
-    fresh: list[_Candidate] = []
-    seen: set[bytes] = set()
-    for candidate in sorted(candidates, key=order):
-        reason: Reason | None = None
-        if candidate.content in seen:
-            reason = "duplicate_content"
-        elif candidate.side == "heldout" and candidate.content in parent.contents["train"]:
-            reason = "seen_in_training"
-        elif candidate.side == "train" and candidate.content in parent.contents["heldout"]:
-            reason = "seen_in_heldout"
-        if reason is not None:
-            ledger.reject(reason, candidate.entry, candidate.row.record_id)
-            continue
-        seen.add(candidate.content)
-        fresh.append(candidate)
-    limit = config.max_rows_per_tenant
-    kept, over = cap_per_owner(fresh, limit, owner=lambda candidate: candidate.tenant, order=order)
-    for candidate in over:
-        ledger.reject("tenant_cap", candidate.entry, candidate.row.record_id)
-    return kept
-
-
-def _assemble(
-    kept: Sequence[_Candidate], parent: _Parent, ledger: _Ledger, window: Window, config: CurateConfig
-) -> Curated:
-    new: dict[Split, list[Row]] = {"train": [], "heldout": []}
-    for candidate in kept:
-        new[candidate.side].append(candidate.row)
+def _carry(carried: Snapshot, index: CurationIndex, spill: Spill, config: CurateConfig) -> None:
+    """Choose rows of the parent and put them into the spill."""
+    num_kept = index.num_kept()
     totals: dict[Split, int] = {
-        "train": replay_rows(len(new["train"]), config.replay_share),
+        "train": replay_rows(num_kept["train"], config.replay_share),
         "heldout": config.max_carried_heldout,
     }
-    ids = {candidate.row.record_id for candidate in kept}
-    contents = {candidate.content for candidate in kept}
-    old: dict[Split, list[Row]] = {}
-    for side, rows in parent.rows.items():
-        others = [row for row in rows if row.record_id not in ids and _content(row) not in contents]
-        old[side] = replay(others, totals[side], slice_key=config.replay_slice, salt=f"{config.split_salt}/replay")
-    rejected = dict(sorted(Counter(reject.reason for reject in ledger.rejects).items()))
+    for side, total in totals.items():
+        index.add_carried(side, _spilled(carried, side, index.choose(side, total), spill))
+
+
+def _spilled(
+    carried: Snapshot, side: Split, chosen: Iterator[Chosen], spill: Spill
+) -> Iterator[tuple[Chosen, int, int]]:
+    """The chosen rows, which come by position, found by streaming the parent beside them."""
+    rows = enumerate(carried.packed_rows(side))
+    for choice in chosen:
+        packed = next(row for position, row in rows if position == choice.position)
+        yield choice, *spill.add(side, choice.rank, encode_row(packed))
+
+
+def _decided(
+    index: CurationIndex, spill: Spill, window: Window, config: CurateConfig, carried: Snapshot | None
+) -> Curated:
+    kept, rejected = sum(index.num_kept().values()), index.num_rejected()
     counts: Counts = {
-        "captured": ledger.captured,
-        "kept": len(kept),
+        "captured": kept + sum(rejected.values()),
+        "kept": kept,
         "rejected": rejected,
-        "carried": {side: len(rows) for side, rows in old.items()},
+        "carried": {side: count for side, count in index.num_carried().items()},
     }
-    assert counts["captured"] == counts["kept"] + sum(rejected.values()) == window.num_entries
-    merged = {side: sorted(new[side] + old[side], key=lambda row: _order(config, row)) for side in new}
+    assert counts["captured"] == window.num_entries
+    parent = carried.id if carried is not None else None
     source = {
         "topic": window.topic,
         "offsets": {str(p): [window.start.get(p, 0), stop] for p, stop in sorted(window.stop.items())},
-        "consent_policies": dict(sorted(Counter(candidate.policy for candidate in kept).items())),
+        "consent_policies": index.num_by_policy(),
         "captured": counts["captured"],
-        "kept": counts["kept"],
+        "kept": kept,
         "carried": counts["carried"],
-        "parent": parent.id,
+        "parent": parent,
     }
-    rules = {**config.model_dump(mode="json"), "split_rule": SPLIT_RULE, "parent": parent.id}
-    return Curated(merged["train"], merged["heldout"], ledger.rejects, counts, source, rules)
-
-
-def _side(config: CurateConfig, conversation_id: str) -> Split:
-    return "heldout" if is_heldout(config.split_salt, conversation_id, config.heldout_fraction) else "train"
-
-
-def _order(config: CurateConfig, row: Row) -> bytes:
-    # Another salt than the split's: where record and conversation ids coincide, the order must not follow the split.
-    return rank(f"{config.split_salt}/order", row.record_id)
-
-
-def _content(row: Row) -> bytes:
-    length = len(row.prompt_ids).to_bytes(8, "little")  # else a longer prompt and a shorter output could look the same
-    return hashlib.sha256(length + pack_ids(row.prompt_ids) + pack_ids(row.output_ids)).digest()
+    rules = {**config.model_dump(mode="json"), "split_rule": SPLIT_RULE, "parent": parent}
+    return Curated(index, spill, counts=counts, source=source, rules=rules)

@@ -1,16 +1,16 @@
 """Frozen, content-addressed datasets: rows as `datasets` Arrow folders, reject ledger, manifest, completion marker.
 
 Layout of `root/<id>/`: `train/` and `heldout/` (what `datasets.load_from_disk` reads), `rejects.jsonl`,
-`manifest.json`, `COMPLETE`.
+`manifest.json`, `COMPLETE`. Everything is written as a stream: memory does not grow with the rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from draftloop.pipeline import artifact
+from draftloop.pipeline.data.packed import PackedRow, finish_folder, pack, read_folder, unpack_batch, write_folder
 from draftloop.pipeline.errors import EmptySnapshotError, SnapshotError
 from draftloop.pipeline.fingerprint import Fingerprint
-from draftloop.pipeline.records import pack_floats, pack_ids
 
 SNAPSHOT_SCHEMA = 1
 REJECTS = "rejects.jsonl"
@@ -51,6 +51,14 @@ class Reject(NamedTuple):
     record_id: str | None
 
 
+class PackedSplit(NamedTuple):
+    """One side of a snapshot to be written: packed rows (data.packed) in their order, and how many they are."""
+
+    rows: Iterable[bytes]
+    num_rows: int
+    num_conversations: int
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """An opened snapshot: every file's digest was checked."""
@@ -60,32 +68,38 @@ class Snapshot:
     manifest: dict[str, Any]
     fingerprint: Fingerprint
 
-    def rows(self, split: Split) -> list[Row]:
-        """All rows of one side, in the snapshot's own order. Raises SnapshotError."""
-        import datasets
+    def batches(self, split: Split) -> Iterator[Any]:
+        """One side as Arrow record batches, in the snapshot's own order, one in memory at a time.
 
+        Raises SnapshotError.
+        """
+        with self._errors(split):
+            yield from read_folder(self.folder / split)
+
+    def packed_rows(self, split: Split) -> Iterator[PackedRow]:
+        """One side in canonical form, streamed as `batches`. Raises SnapshotError."""
+        for batch in self.batches(split):
+            with self._errors(split):
+                rows = unpack_batch(batch)
+            yield from rows
+
+    def rows(self, split: Split) -> list[Row]:
+        """All rows of one side in memory, in the snapshot's own order. Raises SnapshotError."""
+        found: list[Row] = []
+        for batch in self.batches(split):
+            with self._errors(split):
+                columns = [batch.column(name).to_pylist() for name in Row._fields]
+                texts = Row._fields.index("slices")
+                columns[texts] = [json.loads(text) for text in columns[texts]]
+            found += (Row(*values) for values in zip(*columns, strict=True))
+        return found
+
+    @contextmanager
+    def _errors(self, split: Split) -> Iterator[None]:
         try:
-            table = datasets.load_from_disk(str(self.folder / split)).with_format("arrow")[:]
-            columns = [table.column(name).to_pylist() for name in Row._fields]
+            yield
         except (OSError, ValueError, KeyError) as error:
             raise SnapshotError(f"snapshot {self.folder}: {split}/ does not load: {error}", mend=MAKE_AGAIN) from error
-        texts = Row._fields.index("slices")
-        columns[texts] = [json.loads(text) for text in columns[texts]]
-        return [Row(*values) for values in zip(*columns, strict=True)]
-
-
-def snapshot_id(
-    train: Sequence[Row], heldout: Sequence[Row], *, fingerprint: Fingerprint, rules: Mapping[str, Any]
-) -> str:
-    """Name of a content: 32 hex digits of a sha256 over rows, rules and fingerprint; no clock, no offsets."""
-    digest = hashlib.sha256()
-    header = {"schema": SNAPSHOT_SCHEMA, "fingerprint": fingerprint.digest, "rules": dict(rules)}
-    digest.update(json.dumps(header, sort_keys=True).encode())
-    for split, rows in zip(SPLITS, (train, heldout), strict=True):
-        digest.update(f"\n{split} {len(rows)}\n".encode())
-        for row in rows:
-            digest.update(msgspec.msgpack.encode(_canonical(row)))
-    return digest.hexdigest()[:32]
 
 
 def publish_snapshot(
@@ -98,42 +112,74 @@ def publish_snapshot(
     source: Mapping[str, Any],
     rules: Mapping[str, Any],
 ) -> Snapshot:
+    """Write rows in memory as a snapshot; otherwise as `publish_packed`. Raises EmptySnapshotError, SnapshotError."""
+    _require_disjoint(train, heldout)
+    splits: dict[Split, PackedSplit] = {
+        split: PackedSplit(map(pack, rows), len(rows), len({row.conversation_id for row in rows}))
+        for split, rows in zip(SPLITS, (train, heldout), strict=True)
+    }
+    return publish_packed(
+        root,
+        splits,
+        rejects=sorted(rejects, key=_place),
+        rejected=dict(sorted(Counter(reject.reason for reject in rejects).items())),
+        fingerprint=fingerprint,
+        source=source,
+        rules=rules,
+    )
+
+
+def publish_packed(
+    root: Path,
+    splits: Mapping[Split, PackedSplit],
+    *,
+    rejects: Iterable[Reject],
+    rejected: Mapping[str, int],
+    fingerprint: Fingerprint,
+    source: Mapping[str, Any],
+    rules: Mapping[str, Any],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Snapshot:
     """Write a snapshot to `root/<id>`; the same content a second time changes nothing and returns the same.
 
     `source` says where the rows came from (topic, offset ranges, consent policy versions, parent); `rules` how they
-    were chosen and split. A damaged folder of the same id is replaced.
-    Raises EmptySnapshotError, SnapshotError, StorageError.
+    were chosen and split; `rejects` come ordered by place. A damaged folder of the same id is replaced.
+    `on_progress(done, total)` counts rows. Raises EmptySnapshotError, SnapshotError, StorageError.
     """
-    reasons = dict(sorted(Counter(reject.reason for reject in rejects).items()))
-    for split, rows in zip(SPLITS, (train, heldout), strict=True):
-        if not rows:
-            raise _empty_snapshot(split, num_other=len(train) + len(heldout), reasons=reasons)
-    _require_disjoint(train, heldout)
-    identity = snapshot_id(train, heldout, fingerprint=fingerprint, rules=rules)
-    final = root / identity
-    if artifact.is_complete(final):
-        try:
-            return open_snapshot(final)
-        except SnapshotError:
-            (final / artifact.MARKER).unlink()  # damaged: without its marker, `publish` below replaces it
-    manifest = {
-        "kind": "snapshot",
-        "schema": SNAPSHOT_SCHEMA,
-        "id": identity,
-        "fingerprint": fingerprint.to_dict(),
-        "source": dict(source),
-        "rules": dict(rules),
-        "counts": {
-            "rows": {"train": len(train), "heldout": len(heldout)},
-            "output_tokens": {"train": num_output_tokens(train), "heldout": num_output_tokens(heldout)},
-            "conversations": {"train": _num_conversations(train), "heldout": _num_conversations(heldout)},
-            "rejected": reasons,
-        },
-    }
-    with artifact.staging(final) as draft:
-        _write_split(draft / "train", train)
-        _write_split(draft / "heldout", heldout)
+    num_rows = {split: splits[split].num_rows for split in SPLITS}
+    for split in SPLITS:
+        if not num_rows[split]:
+            raise _empty_snapshot(split, num_other=sum(num_rows.values()), reasons=rejected)
+    digest = _IdDigest(fingerprint, rules, sum(num_rows.values()), on_progress)
+    with artifact.staging(root / "snapshot") as draft:
+        num_tokens = {
+            split: write_folder(draft / split, digest.passing(split, splits[split].rows, num_rows[split]))
+            for split in SPLITS
+        }
+        identity = digest.hexdigest()
+        final = root / identity
+        if artifact.is_complete(final):
+            try:
+                return open_snapshot(final)
+            except SnapshotError:
+                (final / artifact.MARKER).unlink()  # damaged: without its marker, `publish` below replaces it
+        for split in SPLITS:
+            finish_folder(draft / split, f"{identity}-{split}")
         _write_rejects(draft / REJECTS, rejects)
+        manifest = {
+            "kind": "snapshot",
+            "schema": SNAPSHOT_SCHEMA,
+            "id": identity,
+            "fingerprint": fingerprint.to_dict(),
+            "source": dict(source),
+            "rules": dict(rules),
+            "counts": {
+                "rows": num_rows,
+                "output_tokens": num_tokens,
+                "conversations": {split: splits[split].num_conversations for split in SPLITS},
+                "rejected": dict(rejected),
+            },
+        }
         artifact.publish(draft, final, manifest)
     return open_snapshot(final)
 
@@ -155,10 +201,41 @@ def open_snapshot(folder: Path) -> Snapshot:
     return Snapshot(folder=folder, id=manifest["id"], manifest=manifest, fingerprint=fingerprint)
 
 
-def read_rejects(snapshot: Snapshot) -> list[Reject]:
-    """The reject ledger of an opened snapshot."""
+def read_rejects(snapshot: Snapshot) -> Iterator[Reject]:
+    """The reject ledger of an opened snapshot, ordered by place, a line in memory at a time. Raises OSError."""
     with (snapshot.folder / REJECTS).open("rb") as stream:
-        return [Reject(**json.loads(line)) for line in stream]
+        for line in stream:
+            yield Reject(**json.loads(line))
+
+
+class _IdDigest:
+    """Name of a content: 32 hex digits of a sha256 over rows, rules and fingerprint; no clock, no offsets."""
+
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        rules: Mapping[str, Any],
+        total: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        header = {"schema": SNAPSHOT_SCHEMA, "fingerprint": fingerprint.digest, "rules": dict(rules)}
+        self._digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+        self._done, self._total, self._on_progress = 0, total, on_progress
+
+    def passing(self, split: Split, rows: Iterable[bytes], num_rows: int) -> Iterator[bytes]:
+        """The rows of a side, hashed as they pass."""
+        self._digest.update(f"\n{split} {num_rows}\n".encode())
+        before = self._done
+        for raw in rows:
+            self._digest.update(raw)
+            self._done += 1
+            if self._on_progress is not None and (self._done % 256 == 0 or self._done == self._total):
+                self._on_progress(self._done, self._total)
+            yield raw
+        assert self._done - before == num_rows, f"{split}: {self._done - before} rows came, {num_rows} were announced"
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()[:32]
 
 
 def _empty_snapshot(split: str, *, num_other: int, reasons: Mapping[str, int]) -> EmptySnapshotError:
@@ -171,22 +248,18 @@ def _empty_snapshot(split: str, *, num_other: int, reasons: Mapping[str, int]) -
     )
 
 
-def num_output_tokens(rows: Iterable[Row]) -> int:
-    """Output tokens of some rows: what is trained on and judged by."""
-    return sum(len(row.output_ids) for row in rows)
-
-
-def _num_conversations(rows: Iterable[Row]) -> int:
-    return len({row.conversation_id for row in rows})
+def on_both_sides(conversation: str, count: int) -> SnapshotError:
+    """The one wording for conversations that the split has cut in two."""
+    return SnapshotError(
+        f"conversation {conversation!r} is on both sides of the split ({count} such)",
+        mend="split by conversation; the same salt and fraction in every cycle",
+    )
 
 
 def _require_disjoint(train: Sequence[Row], heldout: Sequence[Row]) -> None:
     shared = {row.conversation_id for row in train} & {row.conversation_id for row in heldout}
     if shared:
-        raise SnapshotError(
-            f"conversation {min(shared)!r} is on both sides of the split ({len(shared)} such)",
-            mend="split by conversation; the same salt and fraction in every cycle",
-        )
+        raise on_both_sides(min(shared), len(shared))
     for rows in (train, heldout):
         for row in rows:
             if row.logprobs and len(row.logprobs) != len(row.output_ids):
@@ -196,45 +269,13 @@ def _require_disjoint(train: Sequence[Row], heldout: Sequence[Row]) -> None:
                 )
 
 
-def _canonical(row: Row) -> tuple[object, ...]:
-    slices = sorted(row.slices.items())
-    ids = pack_ids(row.prompt_ids), pack_ids(row.output_ids)
-    temperature = struct.pack("<d", row.temperature)  # 0 and 0.0 are one temperature
-    return row.record_id, row.conversation_id, *ids, slices, temperature, pack_floats(row.logprobs)
+def _place(reject: Reject) -> tuple[int, int, str, str]:
+    partition = -1 if reject.partition is None else reject.partition
+    offset = -1 if reject.offset is None else reject.offset
+    return partition, offset, reject.record_id or "", reject.reason
 
 
-def _write_split(folder: Path, rows: Sequence[Row]) -> None:
-    import datasets
-    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
-
-    features = datasets.Features(
-        {
-            "record_id": datasets.Value("string"),
-            "conversation_id": datasets.Value("string"),
-            "prompt_ids": datasets.List(datasets.Value("int32")),
-            "output_ids": datasets.List(datasets.Value("int32")),
-            "slices": datasets.Value("string"),  # JSON: an Arrow struct would give every row every other row's keys
-            "temperature": datasets.Value("float64"),
-            "logprobs": datasets.List(datasets.Value("float32")),
-        }
-    )
-    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in Row._fields}
-    columns["slices"] = [json.dumps(slices, sort_keys=True) for slices in columns["slices"]]
-    had_bar = is_progress_bar_enabled()
-    disable_progress_bar()  # save_to_disk draws its own bar; ours is the caller's
-    try:
-        datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(folder))
-    finally:
-        if had_bar:
-            enable_progress_bar()
-
-
-def _write_rejects(path: Path, rejects: Sequence[Reject]) -> None:
-    def place(reject: Reject) -> tuple[int, int, str, str]:
-        partition = -1 if reject.partition is None else reject.partition
-        offset = -1 if reject.offset is None else reject.offset
-        return partition, offset, reject.record_id or "", reject.reason
-
+def _write_rejects(path: Path, rejects: Iterable[Reject]) -> None:
     with path.open("w", encoding="utf-8") as stream:
-        for reject in sorted(rejects, key=place):
+        for reject in rejects:
             stream.write(json.dumps(reject._asdict(), sort_keys=True) + "\n")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -14,12 +19,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from draftloop.pipeline.data.curate import CurateConfig, Curated, Window, curate, pending_window, publish_curated
-from draftloop.pipeline.data.snapshot import Reject, Row, Snapshot, read_rejects
-from draftloop.pipeline.errors import ConfigError, EmptySnapshotError, FingerprintMismatchError, InputError
+from draftloop.pipeline import artifact
+from draftloop.pipeline.data import curate_index
+from draftloop.pipeline.data.curate import CurateConfig, Window, curate, pending_window, publish_curated
+from draftloop.pipeline.data.mixture import is_heldout
+from draftloop.pipeline.data.packed import decode_row
+from draftloop.pipeline.data.snapshot import Reject, Row, Snapshot, publish_snapshot, read_rejects
+from draftloop.pipeline.errors import (
+    BrokerError,
+    ConfigError,
+    EmptySnapshotError,
+    FingerprintMismatchError,
+    InputError,
+    MissingTopicError,
+    SnapshotError,
+    StorageError,
+)
 from draftloop.pipeline.fingerprint import Fingerprint
-from draftloop.pipeline.records import CapturedRequest, Consent, Sampling, encode, pack_floats, pack_ids
-from draftloop.pipeline.stream.log import CaptureLog, LogEntry, MemoryLog, StoredEntry
+from draftloop.pipeline.records import (
+    CapturedRequest,
+    Consent,
+    Sampling,
+    encode,
+    pack_floats,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
+from draftloop.pipeline.stream.log import CaptureLog, LogEntry, MemoryLog, Offsets, StoredEntry
 
 TOPIC = "draftloop.raw.tiny"
 FINGERPRINT = Fingerprint(
@@ -67,13 +94,53 @@ def log_of(values: Sequence[bytes], *, num_partitions: int = 3, keys: Sequence[b
     return log
 
 
-def run(log: CaptureLog, **changes: Any) -> Curated:
+class Decided(NamedTuple):
+    """A curated window, its rows in memory."""
+
+    train: list[Row]
+    heldout: list[Row]
+    rejects: list[Reject]
+    counts: Any
+    source: dict[str, Any]
+    rules: dict[str, Any]
+
+
+def unpacked(raw: bytes) -> Row:
+    row = decode_row(raw)
+    ids = unpack_ids(row.prompt_ids), unpack_ids(row.output_ids)
+    (temperature,) = struct.unpack("<d", row.temperature)
+    return Row(row.record_id, row.conversation_id, *ids, dict(row.slices), temperature, unpack_floats(row.logprobs))
+
+
+def run(log: CaptureLog, window: Window | None = None, **changes: Any) -> Decided:
     settings_: dict[str, Any] = {"fingerprint": FINGERPRINT, "config": CONFIG, **changes}
-    return curate(log, pending_window(log, TOPIC, "curator"), **settings_)
+    window = window or pending_window(log, TOPIC, "curator")
+    with tempfile.TemporaryDirectory() as folder:
+        with curate(log, window, beside=Path(folder), **settings_) as curated:
+            splits = curated.splits()
+            train, heldout = ([unpacked(raw) for raw in splits[side].rows] for side in ("train", "heldout"))
+            decided = Decided(train, heldout, list(curated.rejects()), curated.counts, curated.source, curated.rules)
+            assert curated.num_rows == len(train) + len(heldout)
+            assert {side: split.num_rows for side, split in splits.items()} == {
+                "train": len(train),
+                "heldout": len(heldout),
+            }
+        assert list(Path(folder).iterdir()) == []
+    return decided
 
 
-def run_records(records: Sequence[CapturedRequest], **changes: Any) -> Curated:
-    return run(log_of([encode(item) for item in records]), **changes)
+def published(root: Path, log: CaptureLog, window: Window | None = None, **changes: Any) -> Snapshot:
+    settings_: dict[str, Any] = {"fingerprint": FINGERPRINT, "config": CONFIG, **changes}
+    with curate(log, window or pending_window(log, TOPIC, "curator"), beside=root, **settings_) as curated:
+        return publish_curated(root, curated, fingerprint=settings_["fingerprint"])
+
+
+def records_log(records: Sequence[CapturedRequest]) -> MemoryLog:
+    return log_of([encode(item) for item in records])
+
+
+def run_records(records: Sequence[CapturedRequest], **changes: Any) -> Decided:
+    return run(records_log(records), **changes)
 
 
 def test_a_good_record_becomes_a_row_with_the_engine_s_own_ids() -> None:
@@ -184,7 +251,7 @@ def test_consent_versions_offsets_and_rules_go_into_the_manifest(tmp_path: Path)
     records = [record(index) for index in range(20)]
     records += [record(20, consent=Consent(purpose="train", policy_version="p2", basis="gateway"))]
     log = log_of([encode(item) for item in records])
-    snapshot = publish_curated(tmp_path, run(log), fingerprint=FINGERPRINT)
+    snapshot = published(tmp_path, log)
     source = snapshot.manifest["source"]
     assert source["consent_policies"] == {"p1": 20, "p2": 1}
     assert source["offsets"] == {str(partition): [0, end] for partition, end in log.end_offsets(TOPIC).items()}
@@ -196,10 +263,68 @@ def test_consent_versions_offsets_and_rules_go_into_the_manifest(tmp_path: Path)
 
 def test_a_window_takes_only_its_offsets() -> None:
     log = log_of([encode(record(index)) for index in range(10)], num_partitions=1)
-    curated = curate(log, Window(TOPIC, {0: 2}, {0: 5}), fingerprint=FINGERPRINT, config=CONFIG)
+    curated = run(log, Window(TOPIC, {0: 2}, {0: 5}))
     assert {row.record_id for row in curated.train + curated.heldout} == {"r-2", "r-3", "r-4"}
     log.commit("curator", TOPIC, {0: 5})
     assert pending_window(log, TOPIC, "curator") == Window(TOPIC, {0: 5}, {0: 10})
+
+
+class Expired(MemoryLog):
+    """A log whose oldest entries are gone by retention: what `first` names is the oldest still there."""
+
+    def __init__(self, first: Offsets) -> None:
+        super().__init__()
+        self.first = first
+
+    def start_offsets(self, topic: str) -> Offsets:
+        return {**super().start_offsets(topic), **self.first}
+
+    def read(self, topic: str, partition: int, start: int, stop: int) -> Iterator[StoredEntry]:
+        return super().read(topic, partition, max(start, self.first.get(partition, 0)), stop)
+
+
+def expired_log(first: Offsets) -> Expired:
+    log = Expired(first)
+    log.create_topic(TOPIC, num_partitions=1)
+    log.append(TOPIC, [LogEntry(b"k", encode(record(index))) for index in range(10)])
+    return log
+
+
+def test_a_new_group_starts_at_the_oldest_entry_still_there() -> None:
+    log = expired_log({0: 6})
+    assert pending_window(log, TOPIC, "curator") == Window(TOPIC, {0: 6}, {0: 10})
+    assert run(log).counts == {"captured": 4, "kept": 4, "rejected": {}, "carried": {"train": 0, "heldout": 0}}
+
+
+def test_what_expired_after_the_last_commit_counts_as_missing() -> None:
+    log = expired_log({0: 6})
+    log.commit("curator", TOPIC, {0: 4})
+    assert pending_window(log, TOPIC, "curator") == Window(TOPIC, {0: 4}, {0: 10})
+    assert run(log).counts["rejected"] == {"missing": 2}
+
+
+def test_a_partition_that_was_empty_at_the_last_commit_starts_at_0() -> None:
+    log = Expired({0: 6, 1: 3})
+    log.create_topic(TOPIC, num_partitions=2)
+    log.append(TOPIC, [LogEntry(f"{index}".encode(), encode(record(index))) for index in range(40)])
+    log.commit("curator", TOPIC, {0: 7, 1: 0})
+    assert pending_window(log, TOPIC, "curator").start == {0: 7, 1: 0}
+
+
+def test_a_commit_past_the_end_says_that_the_topic_was_made_anew() -> None:
+    log = log_of([encode(record(index)) for index in range(3)], num_partitions=1)
+    log.commit("curator", TOPIC, {0: 50})
+    with pytest.raises(
+        InputError, match=r"group 'curator' has committed offset 50 .* ends at 3: the topic was made"
+    ) as e:
+        pending_window(log, TOPIC, "curator")
+    assert e.value.mend is not None
+    assert "set the group's offsets back to 0" in e.value.mend
+
+
+def test_a_missing_topic_is_told_as_such() -> None:
+    with pytest.raises(MissingTopicError, match="no topic 'nowhere'"):
+        pending_window(MemoryLog(), "nowhere", "curator")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +333,7 @@ def test_a_window_takes_only_its_offsets() -> None:
 def test_a_window_outside_the_log_is_refused(window: Window) -> None:
     log = log_of([encode(record(index)) for index in range(10)], num_partitions=1)
     with pytest.raises(InputError, match="window"):
-        curate(log, window, fingerprint=FINGERPRINT, config=CONFIG)
+        run(log, window)
 
 
 class Gapped(MemoryLog):
@@ -236,15 +361,67 @@ def test_progress_ends_at_the_total() -> None:
 
 
 def test_an_all_rejected_run_is_an_error_that_says_why(tmp_path: Path) -> None:
-    curated = run_records([record(index, output_ids=pack_ids([1, 2])) for index in range(5)])
+    log = records_log([record(index, output_ids=pack_ids([1, 2])) for index in range(5)])
     with pytest.raises(EmptySnapshotError, match=r"5 captured; rejected: too_short 5"):
-        publish_curated(tmp_path, curated, fingerprint=FINGERPRINT)
+        published(tmp_path, log)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_midway_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Broken(MemoryLog):
+        def read(self, topic: str, partition: int, start: int, stop: int) -> Iterator[StoredEntry]:
+            yield from super().read(topic, partition, start, stop - 1)
+            raise BrokerError("the broker went away")
+
+    log = Broken()
+    log.create_topic(TOPIC, num_partitions=1)
+    log.append(TOPIC, [LogEntry(b"k", encode(record(index))) for index in range(5)])
+    with pytest.raises(BrokerError, match="the broker went away"):
+        published(tmp_path, log)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_curation_left_is_swept(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from draftloop.pipeline import artifact;"
+        "held = artifact.staging(Path(sys.argv[1]) / 'curation'); held.__enter__();"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    artifact.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_under_the_index_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curate_index, "_SETUP", f"{curate_index._SETUP}; PRAGMA max_page_count = 12;")
+    with pytest.raises(StorageError, match=r"curation index .*: database or disk is full") as caught:
+        published(tmp_path, records_log([record(index) for index in range(400)]))
+    assert caught.value.mend is not None
+    assert "free disk space" in caught.value.mend
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_parent_with_a_conversation_on_the_other_side_is_refused(tmp_path: Path) -> None:
+    held = next(index for index in range(99) if is_heldout("draftloop", f"c-{index}", 0.3))
+    kept = [Row("old", f"c-{held}", [1, 2], [3, 4, 5, 6], {}, 0.0, [])]
+    parent = publish_snapshot(
+        tmp_path,
+        train=kept,
+        heldout=[kept[0]._replace(conversation_id="another")],
+        rejects=[],
+        fingerprint=FINGERPRINT,
+        source={},
+        rules=CONFIG.split_rule(),
+    )
+    with pytest.raises(SnapshotError, match=f"conversation 'c-{held}' is on both sides of the split \\(1 such\\)"):
+        published(tmp_path, records_log([record(index) for index in range(60)]), carried=parent)
 
 
 def test_an_empty_window_is_an_error_at_publishing(tmp_path: Path) -> None:
     with pytest.raises(EmptySnapshotError, match="0 captured; rejected: none"):
-        publish_curated(tmp_path, run_records([]), fingerprint=FINGERPRINT)
+        published(tmp_path, records_log([]))
 
 
 def test_an_unknown_or_impossible_setting_is_refused() -> None:
@@ -263,7 +440,7 @@ def conversations(rows: Sequence[Row]) -> set[str]:
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Snapshot:
-    return publish_curated(tmp_path / "s", run_records([record(index) for index in range(60)]), fingerprint=FINGERPRINT)
+    return published(tmp_path / "s", records_log([record(index) for index in range(60)]))
 
 
 def python_records(count: int) -> list[CapturedRequest]:
@@ -295,7 +472,7 @@ def test_over_many_cycles_no_conversation_ever_changes_side(parent: Snapshot, tm
     ever = {"train": conversations(parent.rows("train")), "heldout": conversations(parent.rows("heldout"))}
     for cycle in range(1, 4):
         records = [record(1000 * cycle + index, conversation_id=f"c-{index * cycle}") for index in range(40)]
-        parent = publish_curated(tmp_path / "s", run_records(records, carried=parent), fingerprint=FINGERPRINT)
+        parent = published(tmp_path / "s", records_log(records), carried=parent)
         ever["train"] |= conversations(parent.rows("train"))
         ever["heldout"] |= conversations(parent.rows("heldout"))
     assert ever["train"].isdisjoint(ever["heldout"])
@@ -319,9 +496,8 @@ def test_a_row_that_comes_again_is_in_the_new_snapshot_once(parent: Snapshot) ->
 
 
 def test_a_window_of_rejects_is_an_error_even_with_a_parent(parent: Snapshot, tmp_path: Path) -> None:
-    curated = run_records([record(1, target="0" * 16)], carried=parent)
     with pytest.raises(EmptySnapshotError, match="1 captured; rejected: other_target 1"):
-        publish_curated(tmp_path, curated, fingerprint=FINGERPRINT)
+        published(tmp_path, records_log([record(1, target="0" * 16)]), carried=parent)
 
 
 def test_a_changed_split_rule_or_target_refuses_the_parent(parent: Snapshot) -> None:
@@ -333,13 +509,10 @@ def test_a_changed_split_rule_or_target_refuses_the_parent(parent: Snapshot) -> 
 
 
 def test_curating_the_same_window_again_gives_the_same_snapshot(parent: Snapshot, tmp_path: Path) -> None:
-    first, second = (
-        publish_curated(tmp_path / "s", run_records(python_records(30), carried=parent), fingerprint=FINGERPRINT)
-        for _ in range(2)
-    )
+    first, second = (published(tmp_path / "s", records_log(python_records(30)), carried=parent) for _ in range(2))
     assert first == second
     rejected = first.manifest["counts"]["rejected"]
-    assert len(read_rejects(first)) == sum(rejected.values())
+    assert len(list(read_rejects(first))) == sum(rejected.values())
 
 
 # --- conservation for any log ---

@@ -1,4 +1,4 @@
-"""Replay of old rows, quotas, caps and the split: deterministic, bounded, and fair over slices."""
+"""Quotas of replay, order and split: deterministic, bounded, and fair over slices."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftloop.pipeline.data.mixture import cap_per_owner, is_heldout, quotas, rank, replay, replay_rows
-from draftloop.pipeline.data.snapshot import Row
-
-
-def rows(**num_by_domain: int) -> list[Row]:
-    return [
-        Row(f"{domain}-{index}", f"c-{domain}-{index}", [1], [2], {"domain": domain}, 0.0, [])
-        for domain, count in num_by_domain.items()
-        for index in range(count)
-    ]
+from draftloop.pipeline.data.mixture import is_heldout, quotas, rank, replay_rows
 
 
 @pytest.mark.parametrize(
@@ -45,37 +36,11 @@ def test_quotas_fill_exactly_and_never_exceed_what_is_there(available: dict[str,
     assert max(given_places.values(), default=0) <= min(short, default=200) + 1
 
 
-def test_replay_takes_evenly_from_each_slice_and_ignores_the_order_it_is_given() -> None:
-    old = rows(kitchen=30, python=4)
-    chosen = replay(old, 12, slice_key="domain", salt="s")
-    assert [row.slices["domain"] for row in chosen] == ["kitchen"] * 8 + ["python"] * 4
-    assert replay(old[::-1], 12, slice_key="domain", salt="s") == chosen
-
-
-def test_replay_keeps_choosing_the_same_rows_while_there_is_room() -> None:
-    old = rows(kitchen=40)
-    larger = replay(old, 20, slice_key="domain", salt="s")
-    assert replay(larger, 10, slice_key="domain", salt="s") == replay(old, 10, slice_key="domain", salt="s")
-    assert replay(old, 20, slice_key="domain", salt="other") != larger
-
-
-def test_rows_without_the_slice_are_a_slice_of_their_own() -> None:
-    old = [row._replace(slices={}) for row in rows(kitchen=5)] + rows(python=5)
-    assert [row.slices for row in replay(old, 4, slice_key="domain", salt="s")] == [{}] * 2 + [{"domain": "python"}] * 2
-
-
 @pytest.mark.parametrize(
     ("num_new", "share", "expected"), [(100, 0.0, 0), (100, 0.5, 100), (75, 0.25, 25), (0, 0.5, 0)]
 )
 def test_the_share_is_of_new_and_old_together(num_new: int, share: float, expected: int) -> None:
     assert replay_rows(num_new, share) == expected
-
-
-def test_the_cap_keeps_the_first_of_each_owner_in_the_given_order() -> None:
-    kept, over = cap_per_owner(["a3", "b1", "a1", "a2"], 2, owner=lambda name: name[0], order=str.encode)
-    assert kept == ["a1", "a2", "b1"]
-    assert over == ["a3"]
-    assert cap_per_owner(["a3", "a1"], None, owner=lambda name: name[0], order=str.encode) == (["a1", "a3"], [])
 
 
 @given(st.text(max_size=20), st.floats(0.01, 0.98), st.floats(0.0, 0.5))

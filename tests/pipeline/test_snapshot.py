@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftloop.pipeline.data import packed
+from draftloop.pipeline.data.packed import encode_row, pack
 from draftloop.pipeline.data.snapshot import (
+    PackedSplit,
     Reject,
     Row,
     Snapshot,
     open_snapshot,
+    publish_packed,
     publish_snapshot,
     read_rejects,
-    snapshot_id,
 )
 from draftloop.pipeline.errors import EmptySnapshotError, SnapshotError
 from draftloop.pipeline.fingerprint import Fingerprint
+from draftloop.pipeline.records import pack_floats, pack_ids
 
 FINGERPRINT = Fingerprint(
     weights_digest="a" * 64,
@@ -88,7 +95,7 @@ def test_the_manifest_says_counts_source_rules_and_every_file(tmp_path: Path) ->
 
 def test_the_reject_ledger_is_ordered_by_place_and_holds_no_content(tmp_path: Path) -> None:
     snapshot = publish(tmp_path)
-    assert read_rejects(snapshot) == [REJECTS[2], REJECTS[1], REJECTS[0]]
+    assert list(read_rejects(snapshot)) == [REJECTS[2], REJECTS[1], REJECTS[0]]
     lines = (snapshot.folder / "rejects.jsonl").read_text().splitlines()
     assert set(json.loads(lines[0])) == {"reason", "partition", "offset", "record_id"}
 
@@ -130,11 +137,29 @@ def test_any_change_of_rows_rules_or_target_changes_the_id(tmp_path: Path, chang
     assert publish(tmp_path, **changes).id != publish(tmp_path).id
 
 
-def test_whole_and_float_temperatures_are_one_content() -> None:
-    whole = [TRAIN[0]._replace(temperature=0)]
-    decimal = [TRAIN[0]._replace(temperature=0.0)]
-    ids = {snapshot_id(rows, HELDOUT, fingerprint=FINGERPRINT, rules={}) for rows in (whole, decimal)}
+def test_whole_and_float_temperatures_are_one_content(tmp_path: Path) -> None:
+    ids = {publish(tmp_path, train=[TRAIN[0]._replace(temperature=zero)]).id for zero in (0, 0.0)}
     assert len(ids) == 1
+
+
+def plain_id(train: list[Row], heldout: list[Row], rules: dict[str, Any]) -> str:
+    """The id as it has been since the first snapshot, from rows in memory."""
+    header = {"schema": 1, "fingerprint": FINGERPRINT.digest, "rules": rules}
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for split, rows in (("train", train), ("heldout", heldout)):
+        digest.update(f"\n{split} {len(rows)}\n".encode())
+        for item in rows:
+            ids = pack_ids(item.prompt_ids), pack_ids(item.output_ids)
+            temperature = struct.pack("<d", item.temperature)
+            slices = sorted(item.slices.items())
+            canonical = (item.record_id, item.conversation_id, *ids, slices, temperature, pack_floats(item.logprobs))
+            digest.update(msgspec.msgpack.encode(canonical))
+    return digest.hexdigest()[:32]
+
+
+def test_ids_of_snapshots_never_change(tmp_path: Path) -> None:
+    snapshot = publish(tmp_path)
+    assert snapshot.id == plain_id(TRAIN, HELDOUT, {"split": "by conversation"}) == "5d44cab7a4b451fa15850a8dadc17c67"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +277,69 @@ ROWS = st.lists(
 def test_any_rows_survive_the_disk(tmp_path_factory: pytest.TempPathFactory, train: list[Row]) -> None:
     snapshot = publish(tmp_path_factory.mktemp("rows"), train=train)
     assert snapshot.rows("train") == train
+    assert plain_id(snapshot.rows("train"), HELDOUT, {"split": "by conversation"}) == snapshot.id
+    assert [encode_row(item) for item in snapshot.packed_rows("train")] == [pack(item) for item in train]
+
+
+def test_rows_come_in_batches_that_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "BATCH_ROWS", 10)
+    many = [row(f"{index}", prompt_ids=list(range(index))) for index in range(25)]
+    snapshot = publish(tmp_path, train=many)
+    assert [batch.num_rows for batch in snapshot.batches("train")] == [10, 10, 5]
+    assert snapshot.rows("train") == many
+    monkeypatch.setattr(packed, "BATCH_BYTES", 150)
+    assert max(batch.num_rows for batch in publish(tmp_path / "b", train=many).batches("train")) < 10
+
+
+def test_a_snapshot_written_by_datasets_itself_is_read_the_same(tmp_path: Path) -> None:
+    import datasets
+
+    folder = publish(tmp_path).folder
+    theirs = datasets.load_from_disk(str(folder / "train"))
+    theirs.save_to_disk(str(tmp_path / "theirs"), num_shards=2)
+    assert [item for batch in packed.read_folder(tmp_path / "theirs") for item in packed.unpack_batch(batch)] == [
+        packed.decode_row(pack(item)) for item in TRAIN
+    ]
+    schemas = [next(packed.read_folder(path)).schema for path in (folder / "train", tmp_path / "theirs")]
+    assert schemas[0].equals(schemas[1], check_metadata=True)
     assert (
-        snapshot_id(snapshot.rows("train"), HELDOUT, fingerprint=FINGERPRINT, rules={"split": "by conversation"})
-        == snapshot.id
+        json.loads((folder / "train/dataset_info.json").read_text()).items()
+        >= {"features": json.loads((tmp_path / "theirs/dataset_info.json").read_text())["features"]}.items()
     )
+
+
+def test_an_id_over_int32_is_refused_not_wrapped(tmp_path: Path) -> None:
+    with pytest.raises(
+        SnapshotError, match="a token id of prompt_ids is 2147483648, a snapshot holds up to 2147483647"
+    ):
+        publish(tmp_path, train=[row("big", prompt_ids=[2**31])])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_counts_the_rows_written(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    publish_packed(
+        tmp_path,
+        {
+            "train": PackedSplit(map(pack, [row(f"{index}") for index in range(300)]), 300, 300),
+            "heldout": PackedSplit(map(pack, HELDOUT), 1, 1),
+        },
+        rejects=[],
+        rejected={},
+        fingerprint=FINGERPRINT,
+        source={},
+        rules={},
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(256, 301), (301, 301)]
+
+
+def test_a_damaged_arrow_file_is_told_by_its_side(tmp_path: Path) -> None:
+    snapshot = publish(tmp_path)
+    path = snapshot.folder / "heldout" / ARROW
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(SnapshotError, match="heldout/ does not load"):
+        snapshot.rows("heldout")
+    (snapshot.folder / "train/state.json").write_text("{}")
+    with pytest.raises(SnapshotError, match="train/ does not load"):
+        list(snapshot.packed_rows("train"))
