@@ -16,7 +16,7 @@ from draftloop.pipeline.stream.kafka_config import KafkaConfig
 
 @pytest.fixture(scope="session")
 def tiny_target() -> Any:
-    """A Target over a random Llama in fp32: 4 layers, tap layers (1, 2, 3), odd vocabulary 131 padded to 136, no network."""
+    """A Target over a random Llama in fp32: 4 layers, taps (1, 2, 3), odd vocabulary 131 padded to 136, no network."""
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import errors as kafka_errors
 from kafka.net.compat import KafkaNetClient
+from kafka.net.inet import KafkaNetSocket
 
 from draftloop.pipeline.errors import BrokerError, DraftloopError
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
@@ -38,6 +39,20 @@ class Producer(KafkaProducer):  # type: ignore[misc]
             self._metrics.close()
         self._unregister_cleanup()
         self._closed = True
+
+
+class _TidySocket(KafkaNetSocket):  # type: ignore[misc]
+    """kafka-python's direct connection, closed where it comes to nothing; asked for as if it were a kind of proxy."""
+
+    SCHEMES = ("draftloop-direct",)
+
+    async def sock_connect(self, net: Any, sock: Any, sockaddr: Any, timeout_at: float | None = None) -> Any:
+        """As KafkaNetSocket, which leaves a refused socket open."""
+        try:
+            return await super().sock_connect(net, sock, sockaddr, timeout_at=timeout_at)
+        except BaseException:  # also where the client is closed meanwhile
+            sock.close()
+            raise
 
 
 class KafkaClients:
@@ -81,15 +96,19 @@ class KafkaClients:
             self._reached = False
             time.sleep(PAUSE_S)
 
+    def trouble(self) -> DraftloopError | None:
+        """What is wrong with the way to the cluster; None where it is fine. Takes as long as `probe`."""
+        self._reached = False
+        try:
+            probe(self.config)
+        except DraftloopError as why:
+            return why
+        return None
+
     def explained(self, error: BaseException, act: str, resource: str) -> DraftloopError:
-        """Why a client failed: the probe's answer where the cluster cannot be reached, else the error itself."""
-        if isinstance(error, kafka_errors.RetriableError):
-            self._reached = False
-            try:
-                probe(self.config)
-            except DraftloopError as why:
-                return why
-        return translate(error, self.config, act=act, resource=resource)
+        """Why a client failed: trouble on the way to the cluster, else the error itself."""
+        why = self.trouble() if isinstance(error, kafka_errors.RetriableError) else None
+        return why or translate(error, self.config, act=act, resource=resource)
 
     def producer(self) -> Producer:
         """The producer. Raises what `probe` and `translate` do."""
@@ -185,7 +204,8 @@ class KafkaClients:
             return nets[-1]
 
         try:
-            return kind(**{**client_options(self.config), **options, "kafka_client": remembered})
+            common = {**client_options(self.config), "proxy_url": f"{_TidySocket.SCHEMES[0]}://"}
+            return kind(**{**common, **options, "kafka_client": remembered})
         except kafka_errors.KafkaError as error:
             for net in nets:  # a constructor that fails leaves its thread and sockets behind
                 net.close()

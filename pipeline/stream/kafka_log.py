@@ -190,14 +190,16 @@ class KafkaLog:
         return {place.partition: found[place].offset for place in places}
 
     def _explained(self, error: BaseException, act: str, topic: str) -> DraftloopError:
-        """Also tells a topic that is gone, or not ours to see: to a client that is a time-out."""
-        why = self._clients.explained(error, act, f"topic {topic!r}")
+        """As KafkaClients.explained; also tells a topic that is gone, or not ours to see: to a client a time-out."""
         if isinstance(error, kafka_errors.RetriableError | ValueError):
+            why = self._clients.trouble()
+            if why is not None:
+                return why
             try:
                 self._require(topic)
             except DraftloopError as seen:
                 return seen
-        return why
+        return translate(error, self._config, act=act, resource=f"topic {topic!r}")
 
     # --- appending
 

@@ -78,7 +78,7 @@ def unknown_topic(topic: str, known: Sequence[str]) -> MissingTopicError:
 
 
 def require_partitions(topic: str, wanted: int, known: int | None = None) -> None:
-    """What create_topic may be asked for. Raises InputError: less than one partition, or another count than is known."""
+    """What create_topic may be asked for. Raises InputError: less than one partition, or not as many as are known."""
     if wanted < 1:
         raise InputError(f"topic {topic!r} with {wanted} partitions", mend="give it at least one")
     if known not in (None, wanted):

@@ -28,6 +28,13 @@ _EXPIRED = 10
 _WRONG_HOST = (62, 63, 64)
 
 
+class _TidySocket(ssl.SSLSocket):
+    """Closed with its last reference: a Kafka client that is closed during a handshake forgets the socket."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of `host:port`; an IPv6 host loses its brackets."""
     host, _, port = address.rpartition(":")
@@ -39,6 +46,7 @@ def tls_context(security: KafkaSecurity) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies; trusts nothing until told
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = security.check_hostname
+    context.sslsocket_class = _TidySocket
     try:
         context.load_verify_locations(cafile=security.ca_file)
     except (OSError, ssl.SSLError) as error:
