@@ -91,10 +91,10 @@ class KafkaSecurity(_Section):
             done = subprocess.run(
                 self.token_command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except (OSError, subprocess.TimeoutExpired) as error:  # from None: a time-out quotes the whole command
             raise AuthenticationError(
                 f"token_command {command!r} did not run: {type(error).__name__}", mend="run it by hand"
-            ) from error
+            ) from None
         if done.returncode or not done.stdout.strip():  # its output may hold a secret: only its status is told
             raise AuthenticationError(
                 f"token_command {command!r} gave no token (exit {done.returncode})", mend="run it by hand"
@@ -111,9 +111,9 @@ class KafkaConfig(_Section):
     security: KafkaSecurity | None = None
     compression: Literal["none", "lz4", "zstd"] = "zstd"
     max_record_bytes: int = Field(default=4 * 2**20, ge=1024)  # not above the topics' max.message.bytes
-    connect_timeout_s: float = Field(default=10.0, gt=0)
-    request_timeout_s: float = Field(default=15.0, gt=0)
-    delivery_timeout_s: float = Field(default=20.0, gt=0)  # of one batch; what failed may be handed in again
+    connect_timeout_s: float = Field(default=10.0, gt=0, le=300)
+    request_timeout_s: float = Field(default=15.0, ge=0.1, le=300)  # without an answer, or without progress
+    delivery_timeout_s: float = Field(default=20.0, ge=0.1, le=300)  # of one batch; what failed may be handed in again
 
     @model_validator(mode="after")
     def _plain_text_stays_here(self) -> KafkaConfig:
@@ -153,7 +153,7 @@ def read_secret(file: Path) -> str:
 def read_client(file: Path) -> KafkaConfig:
     """The Kafka block of a client's TOML, as `write_client` leaves it. Raises ConfigError."""
     try:
-        values = tomllib.loads(file.read_text())["log"]["kafka"]
+        values = tomllib.loads(file.read_text(encoding="utf-8"))["log"]["kafka"]
         return KafkaConfig.model_validate(values)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, ValidationError) as error:
         raise ConfigError(
@@ -169,9 +169,10 @@ def write_client(file: Path, config: KafkaConfig) -> None:
     security = values.pop("security", {})
     for title, section in (("log.kafka", values), ("log.kafka.security", security)):
         # JSON's strings, numbers, booleans and lists are TOML's too.
-        lines += ["", f"[{title}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+        rows = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items())
+        lines += ["", f"[{title}]", *rows]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
         stream.write("\n".join(lines) + "\n")
 
 
