@@ -8,7 +8,7 @@ from typing import Protocol
 
 from draftloop.pipeline.errors import ConfigError, StorageError
 from draftloop.pipeline.stream.access_spec import AccessSpec, PrincipalSpec
-from draftloop.pipeline.stream.certificates import Authority, write_private
+from draftloop.pipeline.stream.certificates import RENEW_DAYS, Authority, days_left, write_private
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, read_secret, write_client
 
 COMMAND_TIMEOUT_S = 60.0
@@ -68,7 +68,7 @@ class ClientFiles:
         return None
 
     def differs(self, principal: PrincipalSpec, password: KafkaSecurity | None) -> bool:
-        if principal.auth == "mtls" and not all(file.exists() for file in self._certificate(principal)):
+        if principal.auth == "mtls" and not self._certificate_good(principal):
             return True
         try:
             return read_client(self._file(principal)) != self._wanted(principal, password)
@@ -138,10 +138,16 @@ class ClientFiles:
         authority = Authority(tls / "ca.pem", tls / "ca.key")
         return authority if authority.key_file.exists() else None
 
+    def _certificate_good(self, principal: PrincipalSpec) -> bool:
+        certificate, key = self._certificate(principal)
+        if not (certificate.exists() and key.exists()):
+            return False
+        return self._authority() is None or days_left(certificate) >= RENEW_DAYS
+
     def _issue(self, principal: PrincipalSpec) -> None:
         certificate, key = self._certificate(principal)
         authority = self._authority()
-        if authority is not None and not (certificate.exists() and key.exists()):
+        if authority is not None and not self._certificate_good(principal):
             issued, issued_key = authority.client(principal.name)
             write_private(key, issued_key)
             write_private(certificate, issued)

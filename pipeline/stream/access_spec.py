@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -324,8 +324,11 @@ def _may_collide(one: str, other: str) -> bool:
     return len(first) == len(second) and all(a == b or _TARGET in (a, b) for a, b in zip(first, second, strict=True))
 
 
-def load_spec(file: Path | None) -> AccessSpec:
-    """The access file; None: the one that comes along. Raises ConfigError naming file, key and what is wrong."""
+def load_spec(file: Path | None, *, targets: Sequence[str] | None = None) -> AccessSpec:
+    """The access file; None: the one that comes along. targets: in place of the file's own.
+
+    Raises ConfigError naming file, key and what is wrong.
+    """
     path = file or DEFAULT_FILE
     try:
         values = tomllib.loads(path.read_text())
@@ -335,7 +338,7 @@ def load_spec(file: Path | None) -> AccessSpec:
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"access file {path} is not TOML: {error}", mend="mend that line") from error
-    return parse_spec(values, str(path))
+    return parse_spec(values if targets is None else {**values, "targets": list(targets)}, str(path))
 
 
 def parse_spec(values: Mapping[str, Any], source: str) -> AccessSpec:

@@ -68,6 +68,8 @@ class KafkaAdmin:
 
     def state(self, topic_prefix: str) -> ClusterState:
         with self._telling("look at", "the cluster") as client:
+            # First: Kafka 4.3 leaves the question for all users unanswered where DESCRIBE on the cluster is missing.
+            acls = frozenset(self._acls())
             described = [t for t in client.describe_topics() if t["name"].startswith(topic_prefix)]
             configs = self._configs(client, [topic["name"] for topic in described])
             users = client.describe_user_scram_credentials()
@@ -84,7 +86,7 @@ class KafkaAdmin:
                     name: frozenset(found["mechanism"].name.replace("_", "-") for found in user["credential_infos"])
                     for name, user in users.items()
                 },
-                acls=frozenset(self._acls()),
+                acls=acls,
                 quotas=self._quotas(),
             )
 
