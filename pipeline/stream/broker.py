@@ -179,8 +179,8 @@ class LocalBroker:
 
         Where the password in secrets/ is good already nothing is changed. Raises LocalBrokerError, BrokerError.
         """
+        from draftloop.pipeline.stream.kafka_admin import KafkaAdmin
         from draftloop.pipeline.stream.kafka_connect import probe
-        from draftloop.pipeline.stream.kafka_users import set_scram_password
 
         by_certificate = certified(self.home, ADMIN_NAME, mtls_bootstrap)
         cluster_id = probe(by_certificate).cluster_id
@@ -200,7 +200,8 @@ class LocalBroker:
                 if time.monotonic() > deadline:
                     raise
                 if unset:
-                    set_scram_password(by_certificate, ADMIN_NAME, security.password())
+                    with KafkaAdmin(by_certificate) as cluster:
+                        cluster.set_password(ADMIN_NAME, security.password())
                     unset = False
                 time.sleep(POLL_S)
         write_client(self.home / "clients" / f"{ADMIN_NAME}.toml", config)

@@ -39,7 +39,7 @@ def certify(home: Path) -> None:
     tls = home / "tls"
     tls.mkdir(mode=0o700, exist_ok=True)
     authority = Authority.at(tls)
-    if days_left(tls / "node.pem") < RENEW_DAYS:
+    if not authority.vouches_for(tls / "node.pem"):
         certificate, key = authority.node(NODE_NAME, hosts=SERVED_HOSTS)
         write_private(tls / "node.pem", key + certificate + authority.certificate_file.read_bytes())
     if min(days_left(tls / "controller.pem"), days_left(tls / "controller-only.pem")) < RENEW_DAYS:
@@ -52,8 +52,9 @@ def certified(home: Path, principal: str, mtls_bootstrap: str) -> KafkaConfig:
     """How `principal` reaches the mTLS listener, with a certificate made on the spot. Raises LocalBrokerError."""
     tls = home / "tls"
     certificate, key = tls / f"{Path(principal).name}.pem", tls / f"{Path(principal).name}.key"
-    if days_left(certificate) < RENEW_DAYS or not key.exists():
-        certificate_pem, key_pem = Authority.at(tls).client(principal)
+    authority = Authority.at(tls)
+    if not (authority.vouches_for(certificate) and key.exists()):
+        certificate_pem, key_pem = authority.client(principal)
         write_private(key, key_pem)
         write_private(certificate, certificate_pem)
     security = KafkaSecurity(protocol="SSL", ca_file=tls / "ca.pem", cert_file=certificate, key_file=key)

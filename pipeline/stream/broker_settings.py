@@ -119,9 +119,8 @@ def _is_free(port: int) -> bool:
 
 
 def _escaped(text: str) -> str:
-    plain = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    if plain.startswith(" "):
-        plain = "\\" + plain
-    units = plain.encode("utf-16-be", "surrogatepass")
+    """Java skips white space before a value and takes a backslash for its own; it counts in UTF-16 units."""
+    units = text.encode("utf-16-be", "surrogatepass")
     codes = [int.from_bytes(units[index : index + 2], "big") for index in range(0, len(units), 2)]
-    return "".join(chr(code) if 0x20 <= code < 0x7F or code == 9 else f"\\u{code:04x}" for code in codes)
+    plain = [0x20 <= code < 0x7F and code != 0x5C and (index > 0 or code != 0x20) for index, code in enumerate(codes)]
+    return "".join(chr(code) if as_is else f"\\u{code:04x}" for code, as_is in zip(codes, plain, strict=True))

@@ -31,9 +31,9 @@ class Authority:
 
     @classmethod
     def at(cls, folder: Path) -> Authority:
-        """The authority in `folder`, made where there is none or half of one. Raises LocalBrokerError."""
+        """The authority in `folder`, made where there is none, half of one or an old one. Raises LocalBrokerError."""
         authority = cls(folder / "ca.pem", folder / "ca.key")
-        if not (authority.certificate_file.exists() and authority.key_file.exists()):
+        if days_left(authority.certificate_file) < RENEW_DAYS or not authority.key_file.exists():
             key = _new_key()
             certificate = _signed("draftloop local CA", key, issuer=None, days=AUTHORITY_DAYS, authority=True)
             write_private(authority.key_file, _key_pem(key))
@@ -48,22 +48,40 @@ class Authority:
         """A certificate that only calls, and its key, in PEM. Raises LocalBrokerError."""
         return self._issue(common_name, (), days, server=False)
 
-    def _issue(self, common_name: str, hosts: Sequence[str], days: float, *, server: bool) -> tuple[bytes, bytes]:
+    def vouches_for(self, file: Path) -> bool:
+        """Whether the certificate in `file` is of this authority and good for a while. Raises LocalBrokerError."""
+        from cryptography import x509
+        from cryptography.exceptions import InvalidSignature
+
+        if days_left(file) < RENEW_DAYS:
+            return False
+        issuer, _ = self._own()
+        try:
+            x509.load_pem_x509_certificate(file.read_bytes()).verify_directly_issued_by(issuer)
+        except (InvalidSignature, ValueError, TypeError):
+            return False
+        return True
+
+    def _own(self) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
             issuer = x509.load_pem_x509_certificate(self.certificate_file.read_bytes())
-            issuer_key = load_pem_private_key(self.key_file.read_bytes(), password=None)
+            key = load_pem_private_key(self.key_file.read_bytes(), password=None)
+            if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != issuer.public_key():
+                raise ValueError("certificate and key are not a pair")
         except (OSError, ValueError) as error:
             raise LocalBrokerError(
                 f"{self.certificate_file} and {self.key_file} are not a CA: {type(error).__name__}",
                 mend="delete the tls folder; the next `draftloop broker up` makes a new one",
             ) from error
-        assert isinstance(issuer_key, EllipticCurvePrivateKey)
+        return issuer, key
+
+    def _issue(self, common_name: str, hosts: Sequence[str], days: float, *, server: bool) -> tuple[bytes, bytes]:
         key = _new_key()
-        certificate = _signed(common_name, key, issuer=(issuer, issuer_key), days=days, hosts=hosts, server=server)
+        certificate = _signed(common_name, key, issuer=self._own(), days=days, hosts=hosts, server=server)
         return _pem(certificate), _key_pem(key)
 
 
@@ -74,9 +92,13 @@ def self_signed(common_name: str, *, hosts: Sequence[str], days: float = LEAF_DA
 
 
 def days_left(file: Path) -> float:
-    """Days until the first certificate in `file` expires; 0 where there is none."""
-    from cryptography import x509
-
+    """Days until the first certificate in `file` expires; 0 where there is none. Raises LocalBrokerError."""
+    try:
+        from cryptography import x509
+    except ImportError as error:
+        raise LocalBrokerError(
+            "certificates need the package cryptography", mend="pip install 'draftloop[kafka]'"
+        ) from error
     try:
         certificate = x509.load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError):
@@ -159,12 +181,8 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def _new_key() -> EllipticCurvePrivateKey:
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError as error:
-        raise LocalBrokerError(
-            "certificates need the package cryptography", mend="pip install 'draftloop[kafka]'"
-        ) from error
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     return ec.generate_private_key(ec.SECP256R1())
 
 

@@ -16,8 +16,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.broker)
-            # kafka-python 3.0.12 reads its schemas that way while it is imported.
-            item.add_marker(pytest.mark.filterwarnings("ignore:(open|read)_text is deprecated:DeprecationWarning"))
+
+
+@pytest.fixture(scope="session")
+def access(broker: LocalBroker) -> LocalBroker:
+    """The session's broker after `access apply` of the packaged file for the target `smollm2`."""
+    from draftloop.pipeline.stream.access import apply
+    from draftloop.pipeline.stream.access_site import open_site
+
+    with open_site(broker.home, None, targets=["smollm2"]) as site:
+        apply(site.spec, site.cluster, site.secrets, site.audit)
+    return broker
 
 
 @pytest.fixture

@@ -16,13 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from draftloop.pipeline.errors import AuthenticationError, BrokerUnreachableError, LocalBrokerError
 from draftloop.pipeline.stream.broker import LocalBroker
-from draftloop.pipeline.stream.broker_java import runs
+from draftloop.pipeline.stream.broker_java import find_java, run_java, runs, spawn_java, stop
+from draftloop.pipeline.stream.broker_settings import free_ports
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
 
 API_VERSIONS, METADATA = 18, 3
+COMPOSE = Path(__file__).parents[2] / "configs" / "deploy" / "compose.yaml"
 
 
 def kafka_answers(address: str, *, api: int = API_VERSIONS, context: ssl.SSLContext | None = None) -> bool:
@@ -47,6 +50,17 @@ def tls(ca: Path, *pair: Path) -> ssl.SSLContext:
     if pair:
         context.load_cert_chain(*pair)
     return context
+
+
+def wait_for_port(address: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", int(address.split(":")[1])), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"nothing listens on {address}")
 
 
 def make_topic(config: KafkaConfig, name: str, *values: bytes) -> None:
@@ -316,6 +330,37 @@ def test_a_lost_or_changed_admin_password_is_set_anew_by_the_next_up(own_broker:
     assert old.security is not None
     with pytest.raises(AuthenticationError):
         probe(old.model_copy(update={"security": old.security.model_copy(update={"password_file": wrong})}))
+
+
+def test_the_settings_of_the_compose_file_run_with_certificates_made_for_it_and_admit_its_administrator(
+    kafka_libs: Path, tmp_path: Path
+) -> None:
+    from draftloop.pipeline.stream.kafka_connect import probe
+
+    own = LocalBroker(tmp_path / "home")
+    assert own.certificates() == own.home / "tls"
+    ports = free_ports(None)
+    content: str = yaml.safe_load(COMPOSE.read_text())["configs"]["server_properties"]["content"]
+    content = content.replace("/var/lib/kafka", str(own.home)).replace("0.0.0.0", "127.0.0.1").replace("$$", "$")
+    for port, ours in zip((9092, 9094, 9093), ports, strict=True):
+        content = content.replace(f":{port}", f":{ours}")
+    settings = own.home / "compose.properties"
+    settings.write_text(content)
+    java, quiet = find_java(os.environ), "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
+    tool = [quiet, "-cp", f"{kafka_libs}/*", "kafka.tools.StorageTool", "format"]
+    done = run_java(java, [*tool, "-t", "AAAAAAAAAAAAAAAAAAAAAQ", "-c", str(settings)], timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    node = spawn_java(
+        java, [quiet, "-cp", f"{kafka_libs}/*", "kafka.Kafka", str(settings)], log=own.home / "server.log"
+    )
+    sasl, mtls = f"127.0.0.1:{ports.sasl}", f"127.0.0.1:{ports.mtls}"
+    try:
+        wait_for_port(mtls)
+        config = own.admit(bootstrap=sasl, mtls_bootstrap=mtls)
+        assert probe(own.client("admin")) == ("AAAAAAAAAAAAAAAAAAAAAQ", 1, probe(config).release)
+        assert own.admit(bootstrap=sasl, mtls_bootstrap=mtls) == config
+    finally:
+        assert stop(node, wait_s=20) is True
 
 
 def test_a_broker_that_cannot_start_is_told_with_its_own_words(own_broker: LocalBroker) -> None:
