@@ -502,13 +502,20 @@ def test_a_secret_command_gets_the_password_on_its_stdin_and_nobody_else_sees_it
 
 
 @pytest.mark.parametrize(
-    "command", [["/nonexistent", "{principal}"], [sys.executable, "-c", "raise SystemExit(3)", "{principal}"]]
+    "command",
+    [
+        ["/nonexistent", "{principal}"],
+        [sys.executable, "-c", "import sys; print(sys.stdin.read()); raise SystemExit(sys.stdin)", "{principal}"],
+    ],
 )
-def test_a_secret_command_that_fails_leaves_the_user_as_it_was(stage: Stage, command: list[str]) -> None:
-    spec = spec_of(secrets={"command": command})
-    with pytest.raises(StorageError, match="did not take the password of draftloop-hook"):
-        stage.apply(spec)
+def test_a_secret_command_that_fails_leaves_the_user_as_it_was_and_its_output_untold(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.setattr(access.random_secrets, "token_urlsafe", lambda _: "canary-password")
+    with pytest.raises(StorageError, match="did not take the password of draftloop-hook") as failed:
+        stage.apply(spec_of(secrets={"command": command}))
     assert stage.cluster.passwords == {}
+    assert "canary" not in str(failed.value) + repr(stage.audit.records) + "".join(capfd.readouterr())
 
 
 def test_principals_with_certificates_or_tokens_get_no_password(tmp_path: Path) -> None:
