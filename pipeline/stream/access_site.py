@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftloop.pipeline.lease import lease
 from draftloop.pipeline.stream.access import Cluster
 from draftloop.pipeline.stream.access_secrets import Secrets, open_secrets
 from draftloop.pipeline.stream.access_spec import AccessSpec, load_spec
@@ -35,20 +36,19 @@ def open_site(home: Path, file: Path | None, *, targets: Sequence[str] | None = 
     """Connect as the administrator that HOME/clients/admin.toml names; `broker up` writes that file, or you do.
 
     file: the access TOML; None: the one that comes with draftloop. targets: in place of the file's own.
-    Raises ConfigError, BrokerError.
+    One at a time on a home: two that give passwords at once could leave the files and the cluster with different ones.
+    Raises ConfigError, BrokerError, LeaseHeldError.
     """
     from draftloop.pipeline.stream.kafka_admin import KafkaAdmin
     from draftloop.pipeline.stream.kafka_log import KafkaLog
 
-    spec = load_spec(file)
-    if targets is not None:
-        spec = spec.model_copy(update={"targets": tuple(targets)})
+    spec = load_spec(file, targets=targets)
     admin = read_client(home / "clients" / "admin.toml")
     local = LocalBroker(home).state()
     mtls = (local.mtls_bootstrap,) if local is not None else ()
     log = KafkaLog(admin)
     try:
-        with KafkaAdmin(admin) as cluster:
+        with lease(home / "access.lock", what="access"), KafkaAdmin(admin) as cluster:
             yield Site(home, spec, cluster, open_secrets(spec, home, admin, mtls_bootstrap=mtls), LogAudit(log))
     finally:
         log.close()
