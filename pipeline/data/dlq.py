@@ -1,0 +1,186 @@
+"""Poison records: entries no reader could decode, copied with their reason to a topic of their own, never dropped.
+
+The copy is made from a published snapshot's ledger, so it can be made again: what lies in the topic already is not
+copied twice, and a key says which entry it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from draftloop.pipeline.data.curate import Window
+from draftloop.pipeline.data.snapshot import Reject
+from draftloop.pipeline.errors import AppendError, StorageError, UndecodableRecordError
+from draftloop.pipeline.stream.log import CaptureLog, LogEntry, StoredEntry
+
+POISON = frozenset({"undecodable", "newer_schema"})
+BATCH = 256  # entries an append
+MAX_BATCH_BYTES = 4 << 20
+MAX_GAP = 256  # offsets: poison records this near to each other are fetched by one read
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A poison record and where it was found. `value` is None where it did not fit into the topic."""
+
+    reason: str
+    topic: str
+    partition: int
+    offset: int
+    time_ms: int
+    key: bytes
+    value: bytes | None
+
+    @property
+    def name(self) -> bytes:
+        """The key it lies under: equal for equal places in the log."""
+        return f"{self.topic}/{self.partition}/{self.offset}".encode()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(DeadLetter)
+
+
+def poison(log: CaptureLog, rejects: Iterable[Reject], window: Window) -> Iterator[DeadLetter]:
+    """The entries of the window that the ledger (ordered by place) calls undecodable or of a newer schema.
+
+    What has expired since is left out. Streamed.
+    """
+    for group in _near(_poisoned(rejects)):
+        reasons = {place.offset: place.reason for place in group}
+        for entry in log.read(window.topic, group[0].partition, group[0].offset, group[-1].offset + 1):
+            if entry.offset in reasons:
+                yield _letter(entry, reasons[entry.offset], window.topic)
+
+
+def dead_letter(log: CaptureLog, rejects: Iterable[Reject], window: Window, *, to: str) -> int:
+    """Copy the window's poison records to the topic `to` (which must exist); returns how many were not there before.
+
+    Raises MissingTopicError, StorageError, BrokerError.
+    """
+    there: _Places | None = None
+    num_sent = 0
+    for batch in _batches(poison(log, rejects, window)):
+        there = there or _already(log, window, to)  # windows without poison do not read the topic
+        fresh = [letter for letter in batch if letter not in there]
+        _append(log, to, fresh)
+        num_sent += len(fresh)
+    return num_sent
+
+
+def read_dead_letters(log: CaptureLog, topic: str) -> Iterator[DeadLetter]:
+    """Everything in a dead-letter topic, partition by partition. Raises MissingTopicError, UndecodableRecordError."""
+    starts = log.start_offsets(topic)
+    for partition, stop in log.end_offsets(topic).items():
+        for entry in log.read(topic, partition, starts[partition], stop):
+            try:
+                yield _decoder.decode(entry.value)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise UndecodableRecordError(
+                    f"{topic} partition {partition} offset {entry.offset} is not a dead letter: {error}",
+                    mend="find out who else may write this topic: `draftloop access verify`",
+                ) from error
+
+
+class _Place(NamedTuple):
+    partition: int
+    offset: int
+    reason: str
+
+
+def _poisoned(rejects: Iterable[Reject]) -> Iterator[_Place]:
+    for reason, partition, offset, _ in rejects:
+        if reason in POISON and partition is not None and offset is not None:  # rejects of a window have a place
+            yield _Place(partition, offset, reason)
+
+
+class _Places:
+    """A set of offsets of a window, one byte each: it must not grow with a window's poison."""
+
+    def __init__(self, window: Window) -> None:
+        self._start = {partition: window.start.get(partition, 0) for partition in window.stop}
+        self._marks = {partition: bytearray(stop - self._start[partition]) for partition, stop in window.stop.items()}
+
+    def __contains__(self, letter: DeadLetter) -> bool:
+        return bool(self._marks[letter.partition][letter.offset - self._start[letter.partition]])
+
+    def add(self, partition: int, offset: int) -> None:
+        """Mark a place; one outside the window is none of ours."""
+        index = offset - self._start.get(partition, 0)
+        if 0 <= index < len(self._marks.get(partition, b"")):
+            self._marks[partition][index] = 1
+
+
+def _already(log: CaptureLog, window: Window, topic: str) -> _Places:
+    """The places of the window that the topic has letters of, by their keys: a foreign entry there stops nothing."""
+    found = _Places(window)
+    starts = log.start_offsets(topic)
+    for number, stop in log.end_offsets(topic).items():
+        for entry in log.read(topic, number, starts[number], stop):
+            name, _, rest = entry.key.partition(b"/")
+            partition, _, offset = rest.partition(b"/")
+            if name == window.topic.encode() and partition.isdigit() and offset.isdigit():
+                found.add(int(partition), int(offset))
+    return found
+
+
+def _near(places: Iterable[_Place]) -> Iterator[list[_Place]]:
+    """Runs of places that one read of the log can fetch."""
+    group: list[_Place] = []
+    for place in places:
+        if group and not _fits(group, place):
+            yield group
+            group = []
+        group.append(place)
+    if group:
+        yield group
+
+
+def _fits(group: list[_Place], place: _Place) -> bool:
+    last = group[-1]
+    return place.partition == last.partition and len(group) < BATCH and place.offset - last.offset <= MAX_GAP
+
+
+def _letter(entry: StoredEntry, reason: str, topic: str) -> DeadLetter:
+    return DeadLetter(
+        reason=reason,
+        topic=topic,
+        partition=entry.partition,
+        offset=entry.offset,
+        time_ms=entry.time_ms,
+        key=entry.key,
+        value=entry.value,
+    )
+
+
+def _batches(letters: Iterable[DeadLetter]) -> Iterator[list[DeadLetter]]:
+    batch: list[DeadLetter] = []
+    size = 0
+    for letter in letters:
+        batch.append(letter)
+        size += len(letter.value or b"")
+        if len(batch) == BATCH or size >= MAX_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _append(log: CaptureLog, topic: str, letters: list[DeadLetter]) -> None:
+    """Append; what the log refuses for its size is noted without its value."""
+    try:
+        log.append(topic, [_entry(letter) for letter in letters])
+    except AppendError as error:
+        if error.failed:
+            raise StorageError(
+                f"{len(error.failed)} of {len(letters)} dead letters did not reach {topic!r}: "
+                f"{next(iter(error.failed.values())).message}",
+                mend="run the same command again: what arrived is not sent twice",
+            ) from error
+        log.append(topic, [_entry(msgspec.structs.replace(letters[index], value=None)) for index in error.refused])
+
+
+def _entry(letter: DeadLetter) -> LogEntry:
+    return LogEntry(letter.name, _encoder.encode(letter))

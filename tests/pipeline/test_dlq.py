@@ -1,0 +1,175 @@
+"""Poison records: each copied once, with its reason and place, however often the copying is cut off and begun again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from draftloop.pipeline.data.curate import Window
+from draftloop.pipeline.data.dlq import DeadLetter, dead_letter, poison, read_dead_letters
+from draftloop.pipeline.data.snapshot import Reject
+from draftloop.pipeline.errors import (
+    AppendError,
+    MissingTopicError,
+    RecordTooLargeError,
+    StorageError,
+    UndecodableRecordError,
+)
+from draftloop.pipeline.stream.log import LogEntry, MemoryLog
+
+RAW = "draftloop.raw.tiny"
+DLQ = "draftloop.dlq.tiny"
+WINDOW = Window(RAW, {0: 2}, {0: 10})
+REJECTS = [
+    Reject("aborted", 0, 2, "r-2"),
+    Reject("undecodable", 0, 3, None),
+    Reject("newer_schema", 0, 5, None),
+    Reject("missing", 0, 6, None),
+    Reject("undecodable", 0, 9, "r-9"),
+]
+
+
+def raw_log(log: MemoryLog | None = None, *, num_entries: int = 12) -> MemoryLog:
+    log = log or MemoryLog()
+    log.create_topic(RAW, num_partitions=1)
+    log.create_topic(DLQ, num_partitions=2)
+    log.append(RAW, [LogEntry(b"k%d" % index, b"v%d" % index) for index in range(num_entries)])
+    return log
+
+
+def letter(offset: int, reason: str, value: bytes | None) -> DeadLetter:
+    return DeadLetter(
+        reason=reason, topic=RAW, partition=0, offset=offset, time_ms=offset + 1, key=b"k%d" % offset, value=value
+    )
+
+
+LETTERS = [letter(3, "undecodable", b"v3"), letter(5, "newer_schema", b"v5"), letter(9, "undecodable", b"v9")]
+
+
+def there(log: MemoryLog) -> list[DeadLetter]:
+    return sorted(read_dead_letters(log, DLQ), key=lambda one: one.offset)
+
+
+def test_only_what_cannot_be_read_is_poison_and_it_keeps_its_reason() -> None:
+    assert list(poison(raw_log(), REJECTS, WINDOW)) == LETTERS
+
+
+def test_a_dead_letter_is_the_whole_entry_under_the_key_of_its_place() -> None:
+    log = raw_log()
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
+    entries = [entry for number in (0, 1) for entry in log.read(DLQ, number, 0, 9)]
+    assert {entry.key for entry in entries} == {f"{RAW}/0/{offset}".encode() for offset in (3, 5, 9)}
+    assert {msgspec.msgpack.decode(entry.value)["offset"]: msgspec.msgpack.decode(entry.value) for entry in entries}[
+        5
+    ] == {
+        "reason": "newer_schema",
+        "topic": RAW,
+        "partition": 0,
+        "offset": 5,
+        "time_ms": 6,
+        "key": b"k5",
+        "value": b"v5",
+    }
+
+
+def test_a_second_copying_adds_nothing() -> None:
+    log = raw_log()
+    assert [dead_letter(log, REJECTS, WINDOW, to=DLQ) for _ in range(3)] == [3, 0, 0]
+    assert there(log) == LETTERS
+
+
+def test_a_copying_that_was_cut_off_is_completed() -> None:
+    log = raw_log()
+    assert dead_letter(log, REJECTS[3:], WINDOW, to=DLQ) == 1  # the last one arrived, the first ones did not
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 2
+    assert there(log) == LETTERS
+
+
+def test_letters_of_other_windows_and_topics_do_not_count_as_there() -> None:
+    log = raw_log()
+    log.create_topic("draftloop.raw.other", num_partitions=1)
+    log.append("draftloop.raw.other", [LogEntry(b"", b"o%d" % index) for index in range(12)])
+    other = Window("draftloop.raw.other", {0: 0}, {0: 12})
+    earlier = Window(RAW, {0: 0}, {0: 2})
+    assert dead_letter(log, [Reject("undecodable", 0, 3, None)], other, to=DLQ) == 1
+    assert dead_letter(log, [Reject("undecodable", 0, 1, None)], earlier, to=DLQ) == 1
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
+
+
+def test_what_expired_since_is_left_out() -> None:
+    rejects = [Reject("undecodable", 0, 11, None), Reject("undecodable", 0, 40, None)]
+    assert [one.offset for one in poison(raw_log(), rejects, Window(RAW, {}, {0: 50}))] == [11]
+
+
+def test_many_poison_records_far_apart_are_all_copied() -> None:
+    log = raw_log(num_entries=3000)
+    offsets = [*range(0, 900, 2), 1500, 2999]
+    rejects = [Reject("undecodable", 0, offset, None) for offset in offsets]
+    window = Window(RAW, {}, {0: 3000})
+    assert dead_letter(log, rejects, window, to=DLQ) == len(offsets)
+    assert [one.offset for one in there(log)] == offsets
+
+
+def test_a_window_without_poison_does_not_touch_the_topic() -> None:
+    log = MemoryLog()
+    log.create_topic(RAW, num_partitions=1)
+    assert dead_letter(log, [Reject("aborted", 0, 2, "r-2")], WINDOW, to=DLQ) == 0
+
+
+def test_a_missing_dead_letter_topic_is_told_as_such() -> None:
+    log = MemoryLog()
+    log.create_topic(RAW, num_partitions=1)
+    log.append(RAW, [LogEntry(b"", b"x")] * 10)
+    with pytest.raises(MissingTopicError, match=DLQ):
+        dead_letter(log, REJECTS, WINDOW, to=DLQ)
+
+
+class Narrow(MemoryLog):
+    """A log whose dead-letter topic takes values of up to `limit` bytes, or fails for a while."""
+
+    limit = 100
+    failing = False
+
+    def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
+        if topic != DLQ:
+            return super().append(topic, entries)
+        large = {index for index, entry in enumerate(entries) if len(entry.value) > self.limit}
+        failed = {0: StorageError("no broker")} if self.failing else {}
+        taken = [entry for index, entry in enumerate(entries) if index not in large and index not in failed]
+        super().append(topic, taken)
+        if large or failed:
+            refused = {index: RecordTooLargeError("too large") for index in large - failed.keys()}
+            raise AppendError("some did not arrive", refused=refused, failed=failed)
+        return None
+
+
+def test_a_poison_record_too_large_for_the_topic_is_noted_without_its_value() -> None:
+    log = Narrow()
+    log.limit = len(msgspec.msgpack.encode(LETTERS[0]))
+    raw_log(log)
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
+    assert there(log) == [LETTERS[0], letter(5, "newer_schema", None), LETTERS[2]]
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 0
+
+
+def test_letters_that_did_not_arrive_are_an_error_and_are_sent_the_next_time() -> None:
+    log = Narrow()
+    raw_log(log)
+    log.failing = True
+    with pytest.raises(StorageError, match=r"1 of 3 dead letters did not reach 'draftloop\.dlq\.tiny': no broker") as e:
+        dead_letter(log, REJECTS, WINDOW, to=DLQ)
+    assert e.value.mend is not None
+    log.failing = False
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 1
+    assert there(log) == LETTERS
+
+
+def test_a_foreign_entry_in_the_topic_stops_no_copying_and_is_told_by_its_place_to_readers() -> None:
+    log = raw_log()
+    foreign = [b"a", f"{RAW}/0/x".encode(), f"{RAW}/7/3".encode(), f"{RAW}/0/999".encode()]
+    log.append(DLQ, [LogEntry(key, b"not a letter") for key in foreign])
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
+    with pytest.raises(UndecodableRecordError, match=rf"{DLQ} partition \d offset 0 is not a dead letter"):
+        list(read_dead_letters(log, DLQ))
