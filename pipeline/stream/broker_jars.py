@@ -15,10 +15,12 @@ JARS_VARIABLE = "DRAFTLOOP_KAFKA_LIBS"
 POM = Path(__file__).with_name("pom.xml")
 MIN_KAFKA_MAJOR = 4
 FETCH_TIMEOUT_S = 900.0
-WAYS = (
+TOLD_CHARS = 700
+OWN_JARS = (
     f"point --libs DIR or ${JARS_VARIABLE} at a folder of Kafka {MIN_KAFKA_MAJOR}.x jars, or $KAFKA_HOME at an unpacked"
-    " Apache Kafka (its libs/ is used), or let Maven fetch them: `draftloop broker fetch --libs DIR`"
+    " Apache Kafka (its libs/ is used)"
 )
+WAYS = f"{OWN_JARS}, or let Maven fetch them: `draftloop broker fetch --libs DIR`"
 
 
 def find_libs(libs: Path | None, environ: Mapping[str, str]) -> Path:
@@ -48,20 +50,21 @@ def fetch(dest: Path) -> Path:
     """Fetch the jars into `dest` with Maven (about 44 MB, a minute). Raises KafkaJarsNotFoundError saying what else."""
     maven = shutil.which("mvn")
     if maven is None:
-        raise KafkaJarsNotFoundError("Maven (`mvn`) is not on the path, so nothing was fetched", mend=WAYS)
+        raise KafkaJarsNotFoundError("Maven (`mvn`) is not on the path, so nothing was fetched", mend=OWN_JARS)
     dest = dest.resolve()
     with tempfile.TemporaryDirectory(prefix="draftloop-fetch-") as folder:
         # Maven leaves a target/ folder beside its pom, and an installed package may be read-only.
         pom = Path(shutil.copy(POM, folder))
-        command = [maven, "-q", "-B", "-f", str(pom), "dependency:copy-dependencies"]
+        command = [maven, "-q", "-B", "-Dstyle.color=never", "-f", str(pom), "dependency:copy-dependencies"]
         command += ["-DincludeScope=runtime", f"-DoutputDirectory={dest}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise KafkaJarsNotFoundError(f"{maven} did not finish: {type(error).__name__}", mend=WAYS) from error
+            raise KafkaJarsNotFoundError(f"{maven} did not finish: {type(error).__name__}", mend=OWN_JARS) from error
     if done.returncode:
-        told = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][:3]
-        raise KafkaJarsNotFoundError(f"Maven ended with {done.returncode}: {' '.join(told)}", mend=WAYS)
+        said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+        told = next((line for line in said.splitlines() if line.strip()), "it said nothing")
+        raise KafkaJarsNotFoundError(f"Maven ended with {done.returncode}: {told[:TOLD_CHARS]}", mend=OWN_JARS)
     return find_libs(dest, {})
 
 

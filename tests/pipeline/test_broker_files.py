@@ -195,7 +195,7 @@ def test_no_java_is_told_with_the_mend(tmp_path: Path) -> None:
 def test_fetch_runs_maven_on_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = jars(tmp_path / "repository")
     copy = f'for a; do case $a in -DoutputDirectory=*) d=${{a#*=}};; esac; done; mkdir -p "$d"; cp {good}/*.jar "$d"'
-    script(tmp_path / "bin" / "mvn", f'echo "$@" > {tmp_path}/asked; test -f "$4" && {copy}')
+    script(tmp_path / "bin" / "mvn", f'echo "$@" > {tmp_path}/asked; test -f "$5" && {copy}')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert fetch(tmp_path / "libs") == tmp_path / "libs"
     assert "dependency:copy-dependencies -DincludeScope=runtime" in (tmp_path / "asked").read_text()
