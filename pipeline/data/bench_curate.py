@@ -181,10 +181,8 @@ def _measure(part: Part, work: Path, size: int, record_tokens: int, log: str) ->
     command = [sys.executable, "-m", module, *given, "--log", log]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise InputError(
-            f"measuring {part} of {size} records failed: {last}", mend="run it alone: " + " ".join(command)
-        )
+        reason = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+        raise InputError(f"measuring {part} of {size} records failed: {reason}", mend=f"alone: {' '.join(command)}")
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
 

@@ -70,5 +70,5 @@ def test_a_disk_too_small_is_told_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_a_measurement_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="measuring fill of 10 records failed: .*nowhere"):
+    with pytest.raises(InputError, match=r"measuring fill of 10 records failed: .*nowhere"):
         bench_curate(tmp_path, sizes=(10,), log=str(tmp_path / "nowhere.toml"))
