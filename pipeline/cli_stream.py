@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftloop.pipeline.errors import AccessSurpriseError, ConfigError, LocalBrokerError
+from draftloop.pipeline.errors import AccessSurpriseError, BrokerError, ConfigError, LocalBrokerError
 
 broker_app = typer.Typer(no_args_is_help=True, help="A real Apache Kafka on this machine, for development and tests.")
 access_app = typer.Typer(no_args_is_help=True, help="Topics, users, ACLs and quotas of a cluster, from one TOML.")
@@ -35,10 +35,14 @@ def broker_up(
 ) -> None:
     """Start it (or find it running); returns when it answers. Data, passwords and certificates stay between starts."""
     from draftloop.pipeline.stream.broker import LocalBroker
+    from draftloop.pipeline.stream.broker_audit import note
     from draftloop.pipeline.ui import Screen
 
     broker = LocalBroker(home)
+    ran = broker.status()["running"]
     broker.up(libs=libs, wait_s=wait_s, on_wait=Screen().say)
+    if not ran:
+        note(home, "broker.start", "done")
     found = broker.status()
     _answer(found, json_out, _describe(found))
 
@@ -51,8 +55,15 @@ def broker_down(
 ) -> None:
     """Stop the broker of this folder and no other; its data stay."""
     from draftloop.pipeline.stream.broker import LocalBroker
+    from draftloop.pipeline.stream.broker_audit import note
 
-    stopped = LocalBroker(home).down(wait_s=wait_s)
+    broker = LocalBroker(home)
+    if broker.status()["running"]:
+        try:
+            note(home, "broker.stop", "begun")
+        except BrokerError as error:  # one that does not answer must still be stopped
+            typer.echo(f"the stop is not on the audit topic: {error.message}", err=True)
+    stopped = broker.down(wait_s=wait_s)
     _answer({"stopped": stopped}, json_out, "stopped" if stopped else "it was not running")
 
 
@@ -90,6 +101,29 @@ def broker_fetch(
 
     found = fetch(libs)
     _answer({"libs": str(found)}, json_out, f"jars in {found}: draftloop broker up --libs {found}")
+
+
+@broker_app.command("certificates")
+def broker_certificates(home: Home = DEFAULT_HOME, json_out: Json = False) -> None:
+    """Make the certificates and settings that `configs/deploy/compose.yaml` mounts; starts nothing."""
+    from draftloop.pipeline.stream.broker import LocalBroker
+
+    LocalBroker(home).certificates()
+    _answer({"home": str(home)}, json_out, f"certificates in {home / 'tls'}")
+
+
+@broker_app.command("admit")
+def broker_admit(
+    home: Home = DEFAULT_HOME,
+    bootstrap: Annotated[str, typer.Option(help="Its SASL_SSL listener.")] = "127.0.0.1:9092",
+    mtls: Annotated[str, typer.Option(help="Its listener for certificates.")] = "127.0.0.1:9094",
+    json_out: Json = False,
+) -> None:
+    """Give the administrator a password and a client file on a Kafka that trusts this folder's CA: a container."""
+    from draftloop.pipeline.stream.broker import LocalBroker
+
+    LocalBroker(home).admit(bootstrap=bootstrap, mtls_bootstrap=mtls)
+    _answer({"home": str(home)}, json_out, f"{home / 'clients' / 'admin.toml'} reaches {bootstrap}")
 
 
 def _describe(found: dict[str, Any]) -> str:

@@ -41,10 +41,21 @@ def draftloop(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "status",
         "doctor",
         "config",
+        "broker up",
+        "broker down",
+        "broker status",
+        "broker logs",
+        "broker fetch",
+        "broker certificates",
+        "broker admit",
+        "access plan",
+        "access apply",
+        "access verify",
+        "bench log",
     ],
 )
 def test_every_command_answers_help(command: str, tmp_path: Path) -> None:
-    done = draftloop(command, "--help", cwd=tmp_path)
+    done = draftloop(*command.split(), "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--json" in done.stdout
 
@@ -139,3 +150,35 @@ def test_a_run_beside_a_run_exits_75(tmp_path: Path) -> None:
         done = draftloop("run-once", "--json", cwd=tmp_path)
     assert done.returncode == 75
     assert json.loads(done.stdout)["error"]["class"] == "LeaseHeldError"
+
+
+def test_without_jars_the_broker_says_every_way_to_get_them(tmp_path: Path) -> None:
+    done = draftloop("broker", "up", "--home", "home", "--libs", str(tmp_path), "--json", cwd=tmp_path)
+    answer = json.loads(done.stdout)["error"]
+    assert done.returncode == 1
+    assert answer["class"] == "KafkaJarsNotFoundError"
+    for way in ("--libs", "$DRAFTLOOP_KAFKA_LIBS", "$KAFKA_HOME", "draftloop broker fetch"):
+        assert way in answer["mend"]
+
+
+def test_access_without_a_home_names_the_file_and_how_it_is_made(tmp_path: Path) -> None:
+    done = draftloop("access", "plan", "--home", "nowhere", "--json", cwd=tmp_path)
+    answer = json.loads(done.stdout)["error"]
+    assert done.returncode == 2
+    assert "admin.toml" in answer["message"]
+    assert "draftloop broker up" in answer["mend"]
+
+
+def test_kafka_as_the_log_without_an_address_says_what_is_missing(tmp_path: Path) -> None:
+    done = draftloop("status", "log=kafka", "work=w", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr  # a folder never used yet is an empty state
+    (tmp_path / "w").mkdir()
+    found = json.loads(draftloop("status", "log=kafka", "work=w", "--json", cwd=tmp_path).stdout)
+    assert "log.kafka.bootstrap" in found["log"][0]["error"]
+
+
+def test_a_value_under_a_name_that_sounds_secret_is_not_repeated(tmp_path: Path) -> None:
+    for setting in ('log.kafka.security.password="hunter2"', 'log.kafka.sasl="hunter2"', 'log.secret="hunter2"'):
+        done = draftloop("config", setting, "--json", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "hunter2" not in done.stdout + done.stderr
