@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from draftloop.pipeline.stream.policy import ConsentPolicy, decide
 from draftloop.serving_hooks.finished import FinishedRequest, pack
@@ -40,13 +41,12 @@ class CaptureHook:
         """open_log is called by the sender, again and again until it works. target: digest of the fingerprint."""
         self._policy = policy
         self._target = target
-        limits = limits or CaptureLimits()
-        self._outbox = Outbox(limits)
-        self._sender = Sender(self._outbox, open_log, topic, limits)
-        self._starting = threading.Lock()
+        self._open_log = open_log
+        self._topic = topic
+        self._limits = limits or CaptureLimits()
         self._thread: threading.Thread | None = None
-        myself = weakref.ref(self)  # the interpreter keeps the callback for ever; it must not keep the hook
-        os.register_at_fork(after_in_child=lambda: (hook := myself()) and hook._in_child())
+        self._begin()
+        os.register_at_fork(after_in_child=partial(_renew, weakref.ref(self)))
 
     def set_policy(self, policy: ConsentPolicy) -> None:
         """Decide by this policy from the next offer on."""
@@ -97,18 +97,31 @@ class CaptureHook:
             self._start()
         self._outbox.put(key, value)
 
+    def _begin(self) -> None:
+        self._outbox = Outbox(self._limits)
+        self._starting = threading.Lock()
+
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
-                thread = threading.Thread(target=self._sender.run, name="capture-sender", daemon=True)
+                sender = Sender(self._outbox, self._open_log, self._topic, self._limits)
+                thread = threading.Thread(target=sender.run, name="capture-sender", daemon=True)
                 self._thread = thread  # before the start: a child forked meanwhile must not take itself for the first
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread to be had now: the next offer asks again
+                    self._thread = None
+                    raise
 
     def _in_child(self) -> None:
-        """Right after a fork, in the child: locks may be held by threads that are not here."""
-        self._starting = threading.Lock()
-        if self._thread is None:
-            self._outbox.renew()
-        else:
+        """Right after a fork, in the child: the queue is the parent's, and its lock may be held for ever."""
+        self._begin()
+        if self._thread is not None:
             self._thread = None
-            self._outbox.abandon()
+            self._outbox.refuse_all("forked")
+
+
+def _renew(reference: weakref.ref[CaptureHook]) -> None:
+    hook = reference()  # the interpreter keeps its callbacks for ever: they must not keep hooks
+    if hook is not None:
+        hook._in_child()

@@ -33,7 +33,7 @@ class CaptureLimits(BaseModel):
     batch_bytes: int = Field(default=2**20, ge=1)  # a client library holds a batch as a whole
     linger_s: float = Field(default=0.05, ge=0)  # a batch gathers that long: 20 wake-ups a second, not one a request
     retry_first_s: float = Field(default=0.1, gt=0)
-    retry_most_s: float = Field(default=5.0, gt=0)
+    retry_most_s: float = Field(default=2.0, gt=0)
     retry_for_s: float = Field(default=600.0, gt=0)  # what failed and is older is counted under what kept it
 
 
@@ -42,7 +42,20 @@ class Outbox:
 
     def __init__(self, limits: CaptureLimits) -> None:
         self._limits = limits
-        self._reset()
+        self._changed = threading.Condition()  # guards everything below; never held during I/O
+        self._queue: deque[Queued] = deque()
+        self._in_flight: list[Queued] = []
+        self._queued_bytes = 0
+        self._offered = 0
+        self._delivered = 0
+        self._dropped: Counter[str] = Counter()
+        self._send_errors = 0  # attempts that failed, mended or not
+        self._last_error: str | None = None
+        self._wants = 0  # queued bytes the waiting taker is to be woken at; 0: it does not wait
+        self._flushing = 0
+        self._closing = False
+        self._given_up = False
+        self._closed_to_offers: str | None = None  # the reason
 
     def put(self, key: bytes, value: bytes) -> None:
         """Queue an entry, or count why not."""
@@ -136,6 +149,7 @@ class Outbox:
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new entries, wait for the rest, then count what is left; True where nothing was."""
+        self.refuse_all("closed")
         with self._changed:
             self._closing = True
         drained = self.flush(timeout_s)
@@ -149,14 +163,10 @@ class Outbox:
             self._changed.notify_all()
         return drained
 
-    def abandon(self) -> None:
-        """In a forked child: the parent sends what was queued; here nothing was offered, and what comes is refused."""
-        self._reset()
-        self._closing = self._given_up = self._forked = True
-
-    def renew(self) -> None:
-        """In a forked child, before anything was sent: as new, with a lock nobody holds."""
-        self._reset()
+    def refuse_all(self, reason: str) -> None:
+        """From now on nothing is taken: every offer is counted under that reason, the first one given."""
+        with self._changed:
+            self._closed_to_offers = self._closed_to_offers or reason
 
     @property
     def last_error(self) -> str | None:
@@ -175,26 +185,10 @@ class Outbox:
                 **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items()) if count},
             }
 
-    def _reset(self) -> None:
-        self._changed = threading.Condition()  # guards everything below; never held during I/O
-        self._queue: deque[Queued] = deque()
-        self._in_flight: list[Queued] = []
-        self._queued_bytes = 0
-        self._offered = 0
-        self._delivered = 0
-        self._dropped: Counter[str] = Counter()
-        self._send_errors = 0  # attempts that failed, mended or not
-        self._last_error: str | None = None
-        self._wants = 0  # queued bytes the waiting taker is to be woken at; 0: it does not wait
-        self._flushing = 0
-        self._closing = False
-        self._given_up = False
-        self._forked = False
-
     def _refusal(self, size: int) -> str | None:
         limits = self._limits
-        if self._closing:
-            return "forked" if self._forked else "closed"
+        if self._closed_to_offers:
+            return self._closed_to_offers
         if size > limits.max_record_bytes + ENTRY_BYTES:
             return "too_large"
         if len(self._queue) + len(self._in_flight) >= limits.max_records:

@@ -6,7 +6,10 @@ broker meanwhile; `draftloop bench capture` runs it as it is.
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,14 +18,19 @@ from typing import Any
 
 import msgspec
 
+from draftloop.pipeline.errors import AppendError
 from draftloop.pipeline.records import Sampling
+from draftloop.pipeline.stream.kafka_config import KafkaConfig, read_client
 from draftloop.pipeline.stream.policy import ConsentPolicy, TenantConsent
-from draftloop.serving_hooks.capture import CaptureHook, FinishedRequest
+from draftloop.serving_hooks.capture import CaptureHook, CaptureLimits, FinishedRequest
 from draftloop.serving_hooks.sender import Sink
 
 TENANT = "load"
 POLICY = ConsentPolicy(version="load", tenants={TENANT: TenantConsent()})
 OUTPUT_SHARE = 4  # one id in four is an output id
+ASK_EVERY = 100  # offers between two looks whether to go on beyond the plan
+MOST_SECONDS = 600.0
+QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +59,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     offered: int
     seconds: float
     offer_ms: Spread  # time inside the hook
+    own_ms: Spread  # of it, what the hook has to answer for: less the time this thread could run and got no core
     late_ms: Spread  # how far behind its time an offer began: sleep, scheduling and the interpreter's lock
     rss_before_mb: float
     rss_peak_mb: float
@@ -60,29 +69,36 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str | None
 
 
-def drive(hook: CaptureHook, plan: LoadPlan) -> LoadResult:
-    """Offer by the plan from this thread, then close the hook."""
+def drive(hook: CaptureHook, plan: LoadPlan, *, more: Callable[[], bool] = lambda: False) -> LoadResult:
+    """Offer by the plan from this thread, and on while `more` says so, then close the hook."""
     requests = requests_of(plan)
-    count = round(plan.rate * plan.seconds)
-    took, late = array("d", bytes(8 * count)), array("d", bytes(8 * count))
+    took, own, late = array("d"), array("d"), array("d")
+    planned = round(plan.rate * plan.seconds)
+    coreless = _coreless()
     before = memory_mb("VmRSS")
     begun = time.perf_counter()
-    for index in range(count):
+    index = 0
+    while index < planned or index % ASK_EVERY or more():
         due = begun + index / plan.rate
         _wait_until(due, plan.busy / plan.rate)
         request = requests(index)
+        starved = coreless()
         start = time.perf_counter()
         hook.offer(request)
-        took[index] = time.perf_counter() - start
-        late[index] = start - due
+        inside = time.perf_counter() - start
+        took.append(inside)
+        own.append(max(0.0, inside - (coreless() - starved)))
+        late.append(start - due)
+        index += 1
     seconds = time.perf_counter() - begun
     last_error = hook.last_error
     start = time.perf_counter()
     clean = hook.close(plan.close_s)
     return LoadResult(
-        offered=count,
+        offered=index,
         seconds=round(seconds, 3),
         offer_ms=_spread(took),
+        own_ms=_spread(own),
         late_ms=_spread(late),
         rss_before_mb=before,
         rss_peak_mb=memory_mb("VmHWM"),
@@ -101,7 +117,12 @@ class Witness:
         self._keys = keys
 
     def append(self, topic: str, entries: Sequence[Any]) -> None:
-        self._sink.append(topic, entries)
+        try:
+            self._sink.append(topic, entries)
+        except AppendError as error:
+            lost = {*error.refused, *error.failed}
+            self._keys.extend(entry.key for index, entry in enumerate(entries) if index not in lost)
+            raise
         self._keys.extend(entry.key for entry in entries)
 
     def close(self) -> None:
@@ -124,6 +145,63 @@ def requests_of(plan: LoadPlan) -> Callable[[int], FinishedRequest]:
     return make
 
 
+def run(
+    client: KafkaConfig,
+    topic: str,
+    plan: LoadPlan,
+    *,
+    limits: CaptureLimits | None = None,
+    keys: list[bytes] | None = None,
+    more: Callable[[], bool] = lambda: False,
+) -> LoadResult:
+    """Drive a hook whose log is Kafka. keys: gets the key (the request id) of every record delivered."""
+    keys = [] if keys is None else keys
+
+    def open_log() -> Witness:
+        from draftloop.pipeline.stream.kafka_log import KafkaLog
+
+        return Witness(KafkaLog(client), keys)
+
+    hook = CaptureHook(open_log, topic=topic, policy=POLICY, target="load", limits=limits)
+    return drive(hook, plan, more=more)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the plan that the arguments give, print the result."""
+    parser = argparse.ArgumentParser(prog="python -m draftloop.pipeline.stream.load", description=__doc__)
+    parser.add_argument("--client", type=Path, required=True, help="TOML of a client that may write")
+    parser.add_argument("--topic", required=True)
+    parser.add_argument("--rate", type=float, default=LoadPlan().rate, help="offers a second")
+    parser.add_argument("--seconds", type=float, default=LoadPlan().seconds)
+    parser.add_argument("--ids", type=int, default=LoadPlan().num_ids, help="token ids of a request")
+    parser.add_argument("--busy", type=float, default=LoadPlan().busy, help="share of the time the caller computes")
+    parser.add_argument("--run", default=LoadPlan().run, help="prefix of the request ids")
+    parser.add_argument("--close-s", type=float, default=LoadPlan().close_s)
+    parser.add_argument("--limits", default="{}", help="capture limits as JSON")
+    parser.add_argument("--keys", type=Path, help="file for the ids of what was delivered, one a line")
+    parser.add_argument("--until", type=Path, help="go on beyond --seconds until this file is there")
+    chosen = parser.parse_args(arguments)
+    plan = LoadPlan(
+        rate=chosen.rate,
+        seconds=chosen.seconds,
+        num_ids=chosen.ids,
+        run=chosen.run,
+        busy=chosen.busy,
+        close_s=chosen.close_s,
+    )
+    keys: list[bytes] = []
+    latest = time.monotonic() + MOST_SECONDS
+
+    def more() -> bool:
+        return chosen.until is not None and not chosen.until.exists() and time.monotonic() < latest
+
+    limits = CaptureLimits.model_validate_json(chosen.limits)
+    result = run(read_client(chosen.client), chosen.topic, plan, limits=limits, keys=keys, more=more)
+    if chosen.keys is not None:
+        chosen.keys.write_bytes(b"\n".join(keys))
+    print(msgspec.json.encode(result).decode())
+
+
 def _wait_until(due: float, busy_s: float) -> None:
     work_from = due - busy_s
     if (ahead := work_from - time.perf_counter()) > 0:
@@ -133,12 +211,18 @@ def _wait_until(due: float, busy_s: float) -> None:
             sum(range(50))
 
 
+def _coreless() -> Callable[[], float]:
+    """A clock, in seconds, of how long the calling thread was ready to run and got no core; stands still if unknown."""
+    try:
+        file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+    except OSError:
+        return lambda: 0.0
+    return lambda: int(os.pread(file, 64, 0).split()[1]) / 1e9
+
+
 def _spread(seconds: array[float]) -> Spread:
     ordered = sorted(seconds)
     return Spread(*(round(1000 * ordered[min(int(len(ordered) * share), len(ordered) - 1)], 4) for share in QUANTILES))
-
-
-QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 def memory_mb(field: str) -> float:
@@ -147,3 +231,7 @@ def memory_mb(field: str) -> float:
         if line.startswith(field + ":"):
             return round(int(line.split()[1]) / 1024, 1)
     return 0.0
+
+
+if __name__ == "__main__":
+    main()
