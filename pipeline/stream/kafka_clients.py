@@ -27,6 +27,9 @@ CLOSE_S = 2.0  # a producer's thread gets this to end
 POLL_MS = 500
 PAUSE_S = 0.1  # between tries at a cluster that is electing, loading or restarting
 
+# RuntimeError: the client's event loop has ended.
+_TRY_AGAIN = (kafka_errors.RetriableError, kafka_errors.UnknownBrokerIdError, RuntimeError)
+
 
 class Producer(KafkaProducer):  # type: ignore[misc]
     """KafkaProducer that can be dropped with what it holds."""
@@ -67,6 +70,7 @@ class KafkaClients:
         self._pid = os.getpid()
         self._state = threading.Lock()  # guards the clients; never held during I/O
         self._making = threading.Lock()  # one client is made at a time
+        self._asking = threading.Lock()  # more than a few questions at once are refused by the client itself
         self._control: KafkaAdminClient | None = None
         self._producer: Producer | None = None
         self._readers: list[KafkaConsumer] = []
@@ -80,20 +84,14 @@ class KafkaClients:
         """
         deadline = time.monotonic() + self.config.request_timeout_s
         while True:
-            control = self._controller()
             try:
-                return question(control)
-            except (kafka_errors.RetriableError, kafka_errors.UnknownBrokerIdError) as error:
-                self._drop_controller(control)
+                with self._asking:
+                    return self._answer(question)
+            except _TRY_AGAIN as error:
                 if time.monotonic() > deadline:
                     raise self.explained(error, act, resource) from error
             except kafka_errors.KafkaError as error:
                 raise translate(error, self.config, act=act, resource=resource) from error
-            except RuntimeError:  # another thread has just dropped this client
-                with self._state:
-                    if self._control is control:
-                        raise
-            self._reached = False
             time.sleep(PAUSE_S)
 
     def trouble(self) -> DraftloopError | None:
@@ -167,6 +165,18 @@ class KafkaClients:
         if control is not None:
             control.close()
 
+    def _answer(self, question: Callable[[KafkaAdminClient], T]) -> T:
+        control = self._controller()
+        try:
+            return question(control)
+        except _TRY_AGAIN:
+            self._require_usable()
+            self._reached = False
+            with self._state:
+                self._control = None
+            control.close()
+            raise
+
     def _controller(self) -> KafkaAdminClient:
         with self._making:
             self._require_usable()
@@ -182,14 +192,6 @@ class KafkaClients:
                     control.close()
                     self._require_usable()
             return control
-
-    def _drop_controller(self, control: KafkaAdminClient) -> None:
-        with self._state:
-            ours = self._control is control
-            if ours:
-                self._control = None
-        if ours:
-            control.close()
 
     def _open(self, kind: type[T], options: Mapping[str, Any]) -> T:
         """A new client, after a look at the cluster where it was not reached yet or the last client failed."""

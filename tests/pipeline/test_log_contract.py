@@ -60,14 +60,9 @@ LOGS: dict[str, Callable[[pytest.FixtureRequest, str], CaptureLog]] = {
     "sqlite": sqlite_log,
     "kafka": kafka_log,
 }
-KAFKA_MARKS = [
-    pytest.mark.broker,
-    # kafka-python 3.0.12 reads its schemas that way while it is imported.
-    pytest.mark.filterwarnings("ignore:(open|read)_text is deprecated:DeprecationWarning"),
-]
 
 
-@pytest.fixture(params=[pytest.param(name, marks=KAFKA_MARKS if name == "kafka" else []) for name in LOGS])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.broker] if name == "kafka" else []) for name in LOGS])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     prefix = f"contract.{uuid.uuid4().hex[:8]}."
     opened = LOGS[request.param](request, prefix)
@@ -268,7 +263,9 @@ def test_a_second_close_does_nothing(place: Place) -> None:
     place.log.close()
 
 
-def check_bytes_come_back(place: Place, batch: list[tuple[bytes, bytes]]) -> None:
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=300)), max_size=12))
+def test_bytes_come_back_exactly(place: Place, batch: list[tuple[bytes, bytes]]) -> None:
     log, topic = place.log, place.topic
     before = log.end_offsets(topic)
     log.append(topic, [LogEntry(*pair) for pair in batch])
@@ -280,9 +277,3 @@ def check_bytes_come_back(place: Place, batch: list[tuple[bytes, bytes]]) -> Non
     ]
     expected = [pair for partition in before for pair in batch if partition_of(pair[0], 3) == partition]
     assert found == expected
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batch=st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=300)), max_size=12))
-def test_bytes_come_back_exactly(place: Place, batch: list[tuple[bytes, bytes]]) -> None:
-    check_bytes_come_back(place, batch)
