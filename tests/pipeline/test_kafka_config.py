@@ -1,0 +1,178 @@
+"""How Kafka's settings are checked, where its secrets come from, and that no message holds one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from draftloop.pipeline.errors import (
+    AuthenticationError,
+    ConfigError,
+)
+from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, read_secret, write_client
+
+CANARY = "canary-7f3a"
+HERE = ("127.0.0.1:9092",)
+FAR = ("kafka.example:9092",)
+
+
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    file = tmp_path / "password"
+    file.write_text(f"{CANARY}\n")
+    return file
+
+
+def security(**settings: Any) -> KafkaSecurity:
+    known: dict[str, Any] = {"username": "hook", "password_file": "/secret", "ca_file": "/ca.pem"}
+    return KafkaSecurity(**(known | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"ca_file": None}, "SASL_SSL needs ca_file"),
+        ({"username": None}, "SCRAM-SHA-512 needs username"),
+        ({"username": "a,b"}, "username 'a,b': ',' and '=' cannot be used"),
+        ({"password_file": None}, "exactly one of password_file and password_env"),
+        ({"password_env": "X"}, "exactly one of password_file and password_env"),
+        ({"mechanism": "OAUTHBEARER"}, "OAUTHBEARER needs token_command"),
+        ({"mechanism": "PLAIN"}, "Input should be"),
+        ({"cert_file": "/a.pem"}, "cert_file and key_file go together"),
+        ({"password": CANARY}, "Extra inputs are not permitted"),
+    ],
+)
+def test_an_incomplete_security_block_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        security(**settings)
+
+
+@pytest.mark.parametrize("protocol", ["PLAINTEXT", "SASL_PLAINTEXT"])
+def test_plain_text_goes_to_this_machine_only(protocol: str) -> None:
+    plain = security(protocol=protocol)
+    for address in ("localhost:9092", "127.0.0.1:9092", "[::1]:9092"):
+        assert KafkaConfig(bootstrap=(address,), security=plain).bootstrap == (address,)
+    for address in ("kafka.example:9092", "10.0.0.1:9092", "localhost.example:9092", "0.0.0.0:9092"):
+        with pytest.raises(ValidationError, match="without TLS only to this machine's loopback"):
+            KafkaConfig(bootstrap=(HERE[0], address), security=plain)
+
+
+@pytest.mark.parametrize("address", ["kafka", "kafka:", ":9092", "kafka:port"])
+def test_an_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(ValidationError, match="is not host:port"):
+        KafkaConfig(bootstrap=(address,))
+
+
+def test_what_is_missing_for_a_connection_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"setting log\.kafka\.bootstrap is missing"):
+        KafkaConfig().required()
+    with pytest.raises(ConfigError, match=r"setting log\.kafka\.security is missing"):
+        KafkaConfig(bootstrap=HERE).required()
+
+
+def test_secrets_come_from_a_file_or_the_environment_and_are_read_anew(
+    password_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_file = security(password_file=password_file)
+    assert by_file.password() == CANARY
+    password_file.write_text("rotated")
+    assert by_file.password() == "rotated"
+    by_environment = security(password_file=None, password_env="DRAFTLOOP_TEST_PASSWORD")
+    with pytest.raises(ConfigError, match=r"DRAFTLOOP_TEST_PASSWORD \(password_env\) is not set"):
+        by_environment.password()
+    monkeypatch.setenv("DRAFTLOOP_TEST_PASSWORD", CANARY)
+    assert by_environment.password() == CANARY
+
+
+@pytest.mark.parametrize(("content", "told"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe", "cannot be")])
+def test_a_secret_that_cannot_be_used_is_told_by_its_place(tmp_path: Path, content: bytes | None, told: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"secret file {file} {told}"):
+        read_secret(file)
+
+
+def token(*command: str) -> KafkaSecurity:
+    return security(mechanism="OAUTHBEARER", token_command=command)
+
+
+def test_a_token_is_what_the_command_prints() -> None:
+    assert token(sys.executable, "-c", "print(' t.o.ken ')").token() == "t.o.ken"
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [("raise SystemExit('canary-7f3a')", "gave no token (exit 1)"), ("print()", "gave no token (exit 0)")],
+)
+def test_a_command_without_a_token_is_told_without_its_output(program: str, told: str) -> None:
+    with pytest.raises(AuthenticationError) as error:
+        token(sys.executable, "-c", program).token()
+    assert told in str(error.value)
+    assert CANARY not in chain(error.value)
+
+
+def test_a_token_command_that_hangs_or_is_missing_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftloop.pipeline.stream.kafka_config.COMMAND_TIMEOUT_S", 0.2)
+    with pytest.raises(AuthenticationError, match="did not run: TimeoutExpired") as slow:
+        token(sys.executable, "-c", "import time; time.sleep(9)", CANARY).token()
+    with pytest.raises(AuthenticationError, match="did not run: FileNotFoundError") as missing:
+        token("/no/such/command", CANARY).token()
+    assert CANARY not in chain(slow.value) + chain(missing.value)
+
+
+def chain(error: BaseException | None) -> str:
+    """All that a traceback would show of an error's texts."""
+    texts = ""
+    while error is not None:
+        texts += f"{error!r} {error} "
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return texts
+
+
+PATHS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0\x7f/"), min_size=1, max_size=12).map(
+    lambda name: Path("/") / name
+)
+
+
+@given(ca=PATHS, username=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x7f,="), min_size=1))
+def test_a_clients_file_says_what_it_was_given(
+    tmp_path_factory: pytest.TempPathFactory, ca: Path, username: str
+) -> None:
+    file = tmp_path_factory.mktemp("client") / "client.toml"
+    config = KafkaConfig(bootstrap=FAR, cluster_id="c", security=security(ca_file=ca, username=username))
+    write_client(file, config)
+    assert read_client(file) == config
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_no_clients_is_told_without_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "client.toml"
+    for content in ("", "[log.kafka", f'[log.kafka]\npassword = "{CANARY}"', "[log]\nkafka = 3"):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match="is not a client's configuration") as error:
+            read_client(file)
+        assert CANARY not in str(error.value)
+
+
+def test_the_capture_hook_does_not_import_kafka() -> None:
+    program = (
+        "import sys; import draftloop.serving_hooks.capture, draftloop.pipeline.stream.kafka_config,"
+        " draftloop.pipeline.stream.tls; print([name for name in sys.modules if name.split('.')[0] == 'kafka'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    assert done.stdout.strip() == "[]"
