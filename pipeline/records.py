@@ -139,12 +139,15 @@ def encode(record: CapturedRequest) -> bytes:
     return _encoder.encode(record)
 
 
+_FOREIGN = "find out who else may write this topic (Kafka: `draftloop access verify`); curation sets the record aside"
+
+
 def decode(raw: bytes) -> CapturedRequest:
     """A record as it comes out of the log. Raises NewerSchemaError, UndecodableRecordError."""
     try:
         schema = _schema_decoder.decode(raw).schema
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise UndecodableRecordError(f"not a capture record ({len(raw)} bytes): {error}") from error
+        raise UndecodableRecordError(f"not a capture record ({len(raw)} bytes): {error}", mend=_FOREIGN) from error
     if schema > SCHEMA_VERSION:
         raise NewerSchemaError(
             f"record of schema {schema}, this draftloop reads up to {SCHEMA_VERSION}",
@@ -153,4 +156,6 @@ def decode(raw: bytes) -> CapturedRequest:
     try:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise UndecodableRecordError(f"capture record of schema {schema} does not decode: {error}") from error
+        raise UndecodableRecordError(
+            f"capture record of schema {schema} does not decode: {error}", mend=_FOREIGN
+        ) from error

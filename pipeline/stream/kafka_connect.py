@@ -322,7 +322,8 @@ def translate(error: BaseException, config: KafkaConfig, *, act: str, resource: 
         return error
     principal = config.security.principal if config.security else "nobody"
     name = type(error).__name__
-    if isinstance(error, kafka_errors.AuthorizationError):
+    # Who may write no topic at all gets no producer id, which kafka-python tells in a text only.
+    if isinstance(error, kafka_errors.AuthorizationError) or "ClusterAuthorizationFailed" in str(error):
         return AccessDeniedError(
             f"{principal} may not {act} {resource}",
             mend="`draftloop access plan` shows which right is missing, `draftloop access apply` grants it",
