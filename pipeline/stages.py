@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.data.curate import Window, curate, publish_curated
+from draftloop.pipeline.data.dlq import dead_letter
 from draftloop.pipeline.data.snapshot import Snapshot, open_snapshot
 from draftloop.pipeline.errors import CheckpointError, InputError, SwapRefusedError
 from draftloop.pipeline.registry.registry import Registry, Version, fetch_once
@@ -107,6 +108,12 @@ class LoopStages:
                     on_progress=lambda done, total: read(done),
                 )
                 curated = held.enter_context(work)
+            # Before the snapshot: a window of nothing but poison has none, and its poison is kept all the same.
+            num_letters = dead_letter(context.log, curated.rejects(), window, to=self._workspace.dlq_topic())
+            if num_letters:
+                context.screen.say(
+                    f"{num_letters} entries that are no records: copied to {self._workspace.dlq_topic()}"
+                )
             with context.screen.bar("snapshot", curated.num_rows) as wrote:
                 snapshot = publish_curated(
                     self._workspace.snapshots,
