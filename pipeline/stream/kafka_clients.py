@@ -13,11 +13,12 @@ from kafka import errors as kafka_errors
 from kafka.net.compat import KafkaNetClient
 from kafka.net.inet import KafkaNetSocket
 
-from draftloop.pipeline.errors import BrokerError, DraftloopError
+from draftloop.pipeline.errors import BrokerError, DraftloopError, WrongClusterError
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
-from draftloop.pipeline.stream.kafka_connect import client_options, probe, translate
+from draftloop.pipeline.stream.kafka_connect import client_options, probe, require_cluster, translate
 
 T = TypeVar("T")
+C = TypeVar("C", KafkaAdminClient, KafkaConsumer, "Producer")
 
 LINGER_MS = 5  # a batch is handed over faster than that: it leaves in as few requests as may be
 BATCH_BYTES = 256 * 1024
@@ -193,7 +194,7 @@ class KafkaClients:
                     self._require_usable()
             return control
 
-    def _open(self, kind: type[T], options: Mapping[str, Any]) -> T:
+    def _open(self, kind: type[C], options: Mapping[str, Any]) -> C:
         """A new client, after a look at the cluster where it was not reached yet or the last client failed."""
         self._require_usable()
         if not self._reached:
@@ -207,11 +208,17 @@ class KafkaClients:
 
         try:
             common = {**client_options(self.config), "proxy_url": f"{_TidySocket.SCHEMES[0]}://"}
-            return kind(**{**common, **options, "kafka_client": remembered})
+            client = kind(**{**common, **options, "kafka_client": remembered})
         except kafka_errors.KafkaError as error:
             for net in nets:  # a constructor that fails leaves its thread and sockets behind
                 net.close()
             raise self.explained(error, "connect to", "the cluster") from error
+        try:  # the probe saw one of the addresses, the client may have taken another
+            require_cluster(nets[0].cluster.cluster_id or "", ", ".join(self.config.bootstrap), self.config)
+        except WrongClusterError:
+            client.close()
+            raise
+        return client
 
     def _producer_options(self) -> dict[str, Any]:
         config = self.config

@@ -140,14 +140,19 @@ def _probe_one(address: str, config: KafkaConfig) -> Cluster:
         dialog.log_in()
         metadata = dialog.ask(MetadataRequest(topics=[], allow_auto_topic_creation=False))
     found = metadata.cluster_id or ""
+    require_cluster(found, address, config)
+    announced = [f"{broker.host}:{broker.port}" for broker in metadata.brokers]
+    _require_reachable(announced, address, config)
+    return Cluster(found, len(announced), dialog.release)
+
+
+def require_cluster(found: str, address: str, config: KafkaConfig) -> None:
+    """Raises WrongClusterError where another cluster is pinned than the one found at an address."""
     if config.cluster_id is not None and found != config.cluster_id:
         raise WrongClusterError(
             f"{address} belongs to cluster {found or '(unnamed)'}, not to {config.cluster_id} (cluster_id)",
             mend="correct bootstrap; where the cluster was made anew on purpose, set the new cluster_id",
         )
-    announced = [f"{broker.host}:{broker.port}" for broker in metadata.brokers]
-    _require_reachable(announced, address, config)
-    return Cluster(found, len(announced), dialog.release)
 
 
 def _require_reachable(announced: list[str], address: str, config: KafkaConfig) -> None:

@@ -18,7 +18,13 @@ from kafka import KafkaAdminClient, KafkaConsumer, OffsetAndMetadata, TopicParti
 from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
 
-from draftloop.pipeline.errors import AppendError, DraftloopError, InputError, RecordTooLargeError
+from draftloop.pipeline.errors import (
+    AppendError,
+    BrokerUnreachableError,
+    DraftloopError,
+    InputError,
+    RecordTooLargeError,
+)
 from draftloop.pipeline.stream.kafka_clients import POLL_MS, KafkaClients, Producer
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
 from draftloop.pipeline.stream.kafka_connect import translate
@@ -190,6 +196,11 @@ class KafkaLog:
                 self._require(topic)
             except DraftloopError as seen:
                 return seen
+        if isinstance(error, kafka_errors.KafkaTimeoutError):
+            return BrokerUnreachableError(
+                f"could not {act} topic {topic!r}: the broker answers other questions, but not this one in time",
+                mend="too few replicas may be in sync (min.insync.replicas), or the broker is overloaded: see its log",
+            )
         return translate(error, self._config, act=act, resource=f"topic {topic!r}")
 
     # --- appending
