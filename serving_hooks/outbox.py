@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,13 +42,14 @@ class Outbox:
 
     def __init__(self, limits: CaptureLimits) -> None:
         self._limits = limits
-        self._changed = threading.Condition()  # guards everything below; never held during I/O
+        self._lock = threading.RLock()  # guards everything below; never held during I/O
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[Queued] = deque()
         self._in_flight: list[Queued] = []
         self._queued_bytes = 0
         self._offered = 0
         self._delivered = 0
-        self._dropped: Counter[str] = Counter()
+        self._dropped: dict[str, int] = {}
         self._send_errors = 0  # attempts that failed, mended or not
         self._last_error: str | None = None
         self._wants = 0  # queued bytes the waiting taker is to be woken at; 0: it does not wait
@@ -57,35 +58,38 @@ class Outbox:
         self._given_up = False
         self._closed_to_offers: str | None = None  # the reason
 
+    # A signal handler may raise out of the three methods that the serving path calls, after any call in them. So what
+    # belongs together in the account is changed with no call in between, and the lock is the plain one: a Condition
+    # runs Python of its own before it lets go.
+
     def put(self, key: bytes, value: bytes) -> None:
         """Queue an entry, or count why not."""
         entry = (key, value, time.monotonic())
         size = _size(entry)
-        with self._changed:
+        with self._lock:
             reason = self._refusal(size)
-            if reason is None:
-                self._queue.append(entry)
-                self._queued_bytes += size
-                if self._taker_waits(size):
-                    self._changed.notify_all()
-            else:
-                self._dropped[reason] += 1
+            if reason is not None:
+                self._count(reason)
+                return
             self._offered += 1
+            self._queued_bytes += size
+            self._queue.append(entry)
+            if self._wants and self._has(self._wants):
+                self._changed.notify_all()
+                self._wants = 0
 
     def would_refuse(self, size: int) -> bool:
         """Whether an entry of at least that size has no place now; counts it as dropped if so."""
-        with self._changed:
+        with self._lock:
             reason = self._refusal(size + ENTRY_BYTES)
             if reason is not None:
-                self._dropped[reason] += 1
-                self._offered += 1
-        return reason is not None
+                self._count(reason)
+            return reason is not None
 
     def refuse(self, reason: str) -> None:
         """Count an offer that comes to nothing."""
-        with self._changed:
-            self._dropped[reason] += 1
-            self._offered += 1
+        with self._lock:
+            self._count(reason)
 
     def take(self) -> list[Queued]:
         """Wait for entries, let a batch gather, and take it; empty: the outbox is closed and nothing is left."""
@@ -125,7 +129,8 @@ class Outbox:
             self._last_error = error
             self._send_errors += error is not None
             self._delivered += len(batch) - len(refused) - len(failed)
-            self._dropped.update(refused.values())
+            for reason in refused.values():
+                self._drop(reason)
             self._queued_bytes -= settled
             self._queue.extendleft(batch[index] for index in sorted(failed, reverse=True))
             if failed:
@@ -155,9 +160,9 @@ class Outbox:
         drained = self.flush(timeout_s)
         with self._changed:
             self._given_up = True
-            self._drop_all("unknown_at_exit", self._in_flight)
+            self._drop("unknown_at_exit", len(self._in_flight))
             self._in_flight = []
-            self._drop_all("closed", self._queue)
+            self._drop("closed", len(self._queue))
             self._queue.clear()
             self._queued_bytes = 0
             self._changed.notify_all()
@@ -197,25 +202,27 @@ class Outbox:
             return "queue_full_bytes"
         return None
 
-    def _taker_waits(self, size: int) -> bool:
-        """Whether the entry just queued, of that size, is the one the taker waits for."""
-        wants = self._wants
-        if not wants:
-            return False
-        return self._queued_bytes >= wants > self._queued_bytes - size or len(self._queue) == self._limits.batch_records
+    def _count(self, reason: str) -> None:
+        """An offer that came to nothing."""
+        dropped = self._dropped.get(reason, 0) + 1
+        self._dropped[reason] = dropped
+        self._offered += 1
+
+    def _drop(self, reason: str, count: int = 1) -> None:
+        """What had been queued and is no more."""
+        self._dropped[reason] = self._dropped.get(reason, 0) + count
+
+    def _has(self, num_bytes: int) -> bool:
+        return self._queued_bytes >= num_bytes or len(self._queue) >= self._limits.batch_records
 
     def _batch_is_due(self) -> bool:
-        full = len(self._queue) >= self._limits.batch_records or self._queued_bytes >= self._limits.batch_bytes
-        return full or self._flushing > 0 or self._closing
+        return self._has(self._limits.batch_bytes) or self._flushing > 0 or self._closing
 
     def _expire(self, reason: str) -> None:
         oldest = time.monotonic() - self._limits.retry_for_s
         while self._queue and self._queue[0][2] < oldest:
             self._queued_bytes -= _size(self._queue.popleft())
-            self._dropped[reason] += 1
-
-    def _drop_all(self, reason: str, entries: deque[Queued] | list[Queued]) -> None:
-        self._dropped[reason] += len(entries)
+            self._drop(reason)
 
 
 def _size(entry: Queued) -> int:

@@ -52,14 +52,17 @@ class Sender:
                 self._log = self._open_log()
             self._log.append(self._topic, entries)
         except AppendError as error:
-            refused = {index: each.reason for index, each in error.refused.items()}
-            failed = {index: each.reason for index, each in error.failed.items()}
+            known = range(len(batch))
+            failed = {index: _reason(each) for index, each in error.failed.items() if index in known}
+            refused = {
+                index: _reason(each) for index, each in error.refused.items() if index in known and index not in failed
+            }
             why = next((type(each).__name__ for each in error.failed.values()), None)
             self._outbox.settle(batch, refused, failed, error=why)
             return not failed
-        except Exception as error:  # noqa: BLE001  the thread's outermost guard: whatever a client raises is tried again
-            reason = error.reason if isinstance(error, DraftloopError) else DraftloopError.reason
-            self._outbox.settle(batch, {}, dict.fromkeys(range(len(batch)), reason), error=type(error).__name__)
+        except BaseException as error:  # noqa: BLE001  the thread's outermost guard: whatever a client raises is tried again
+            failed = dict.fromkeys(range(len(batch)), _reason(error))
+            self._outbox.settle(batch, {}, failed, error=type(error).__name__)
             return False
         self._outbox.settle(batch, {}, {})
         return True
@@ -74,5 +77,9 @@ class Sender:
         if log is not None:
             try:
                 log.close()
-            except Exception:  # noqa: BLE001  a log that failed may fail to close; nothing depends on it
+            except BaseException:  # noqa: BLE001  a log that failed may fail to close; nothing depends on it
                 return
+
+
+def _reason(error: BaseException) -> str:
+    return error.reason if isinstance(error, DraftloopError) else DraftloopError.reason

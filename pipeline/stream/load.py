@@ -78,7 +78,7 @@ def drive(hook: CaptureHook, plan: LoadPlan, *, more: Callable[[], bool] = lambd
     before = memory_mb("VmRSS")
     begun = time.perf_counter()
     index = 0
-    while index < planned or index % ASK_EVERY or more():
+    while index < planned or (index - planned) % ASK_EVERY or more():
         due = begun + index / plan.rate
         _wait_until(due, plan.busy / plan.rate)
         request = requests(index)

@@ -70,14 +70,17 @@ def _signal(broker: LocalBroker, number: signal.Signals) -> None:
 class Producer:
     """The load program, started."""
 
-    def __init__(self, client: KafkaConfig, topic: str, folder: Path, *, seconds: float, **limits: Any) -> None:
+    def __init__(
+        self, client: KafkaConfig, topic: str, folder: Path, *, seconds: float, rate: float = 500, **limits: Any
+    ) -> None:
         self.topic = topic
         self.client = client
         self.keys, self.until = folder / "keys", folder / "until"
         write_client(folder / "client.toml", client)
         self.max_bytes = CaptureLimits(**limits).max_bytes
         command = [sys.executable, "-P", "-m", "draftloop.pipeline.stream.load", "--topic", topic]
-        command += ["--client", str(folder / "client.toml"), "--seconds", str(seconds), "--close-s", "60"]
+        command += ["--client", str(folder / "client.toml"), "--seconds", str(seconds)]
+        command += ["--rate", str(rate), "--close-s", "60"]
         command += ["--keys", str(self.keys), "--until", str(self.until), "--limits", json.dumps(limits)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -182,12 +185,13 @@ def test_the_caller_sees_nothing_of_it_and_every_record_is_delivered_or_counted(
     producer.finish(now_ms())
 
 
+@pytest.mark.parametrize(("max_mb", "rate"), [(16, 500), (64, 2000)])
 def test_a_broker_that_is_absent_from_the_start_is_found_when_it_comes_and_the_bound_holds_until_then(
-    running: LocalBroker, topic: str, kafka_libs: Path, tmp_path: Path
+    running: LocalBroker, topic: str, kafka_libs: Path, tmp_path: Path, max_mb: int, rate: int
 ) -> None:
     running.down()
-    producer = Producer(impatient(running), topic, tmp_path, seconds=12, max_bytes=16 * MIB)
-    time.sleep(11)  # 24 MB are offered in that time
+    producer = Producer(impatient(running), topic, tmp_path, seconds=12, rate=rate, max_bytes=max_mb * MIB)
+    time.sleep(11)  # 1.4 times the bound is offered in that time
     running.up(libs=kafka_libs)
     result = producer.finish(now_ms())
     assert result["counters"]["dropped.queue_full_bytes"] > 0

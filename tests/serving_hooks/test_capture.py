@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -323,3 +324,29 @@ def test_closing_twice_and_offering_after_it_adds_up() -> None:
     counters = hook.counters()
     assert (counters["delivered"], counters["dropped.closed"]) == (1, 1)
     check_sum(counters)
+
+
+def test_nothing_of_a_request_is_logged_or_printed(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(0)
+    secret = "CANARY-7f3a"
+
+    class Talkative(Flaky):
+        def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
+            if self.failures > 0:
+                self.failures -= 1
+                raise StorageError(f"cannot write {entries[0]!r}")
+            super().append(topic, entries)
+
+    log = Talkative(failures=3)
+    hook = hook_on(log)
+    ids = tuple(secret.encode())
+    fields = {"conversation_id": secret, "subject": secret, "slices": {"route": secret}, "prompt_ids": ids}
+    hook.offer(finished(secret, **fields))
+    hook.offer(finished(secret, **{**fields, "output_ids": (secret,)}))
+    hook.offer(finished(secret, tenant=secret))
+    assert hook.close(5)
+    shown = [*(record.getMessage() for record in caplog.records), *capfd.readouterr(), str(hook.counters())]
+    assert not any(secret in text for text in shown)
+    assert hook.counters()["delivered"] == 1

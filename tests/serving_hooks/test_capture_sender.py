@@ -279,3 +279,33 @@ def test_a_log_that_cannot_be_closed_stops_nothing() -> None:
         put(outbox, "a")
         assert outbox.flush(5)
         assert log.arrived == [b"a"]
+
+
+class Leaving(BaseException):
+    """What a client must not raise, as SystemExit."""
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        Leaving(),
+        SystemExit(1),
+        AppendError("x", refused={7: StorageError("x")}, failed={9: StorageError("x")}),
+        AppendError("x", refused={0: StorageError("x")}, failed={0: StorageError("x")}),
+    ],
+)
+def test_a_client_that_breaks_its_contract_ends_neither_the_sender_nor_the_account(nonsense: BaseException) -> None:
+    class Odd(Script):
+        def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
+            if not self.batches:
+                self.batches.append([])
+                raise nonsense
+            super().append(topic, entries)
+
+    log = Odd()
+    with sending(log) as outbox:
+        put(outbox, "a")
+        assert outbox.flush(5)
+        put(outbox, "b")
+        assert outbox.flush(5)
+        assert log.arrived[-1] == b"b"
