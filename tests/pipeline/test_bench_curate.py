@@ -72,3 +72,12 @@ def test_a_disk_too_small_is_told_before_anything_runs(tmp_path: Path) -> None:
 def test_a_measurement_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"measuring fill of 10 records failed: .*nowhere"):
         bench_curate(tmp_path, sizes=(10,), log=str(tmp_path / "nowhere.toml"))
+
+
+@pytest.mark.slow
+def test_ten_times_the_records_take_the_same_memory_and_at_most_eleven_times_the_work(tmp_path: Path) -> None:
+    result = bench_curate(tmp_path, sizes=(20_000, 200_000), record_tokens=300)
+    small, large = (run["curate"] for run in result["runs"])
+    assert large["peak_rss_mb"] - small["peak_rss_mb"] < 100  # SQLite fills its cache of 64 MB
+    assert result["peak_rss_mb"] < 400
+    assert result["cpu_ratio"] < 11  # CPU: the wall clock of a test machine is not to be trusted

@@ -321,7 +321,7 @@ def parent_of(root: Path, config: CurateConfig, sides: tuple[list[Row], list[Row
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     values=ENTRIES,
     num_partitions=st.integers(1, 3),
