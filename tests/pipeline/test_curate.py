@@ -397,7 +397,7 @@ def test_what_a_killed_curation_left_is_swept(tmp_path: Path) -> None:
 def test_a_full_disk_under_the_index_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curate_index, "_SETUP", f"{curate_index._SETUP}; PRAGMA max_page_count = 12;")
     with pytest.raises(StorageError, match=r"curation index .*: database or disk is full") as caught:
-        published(tmp_path, records_log([record(index) for index in range(400)]))
+        published(tmp_path, records_log([record(index) for index in range(1500)]))
     assert caught.value.mend is not None
     assert "free disk space" in caught.value.mend
     assert list(tmp_path.iterdir()) == []
