@@ -220,6 +220,41 @@ def bench_log(
     _answer(result, json_out, table(result))
 
 
+@bench_app.command("curate")
+def bench_curate(
+    folder: Annotated[Path, typer.Option("--folder", help="Where its files may lie for that time.")] = Path("."),
+    sizes: Annotated[list[int] | None, typer.Option("--size", min=1000, help="Records; may be repeated.")] = None,
+    log: Annotated[str, typer.Option("--log", help="synthetic, sqlite, or a Kafka client's TOML.")] = "synthetic",
+    json_out: Json = False,
+) -> None:
+    """Curation by size: seconds, peak memory and throughput, beside reading and decoding alone."""
+    from draftloop.pipeline.data.bench_curate import bench_curate, table
+    from draftloop.pipeline.ui import Screen
+
+    result = bench_curate(folder, sizes=sizes or (100_000, 1_000_000), log=log, say=Screen().say)
+    _answer(result, json_out, table(result))
+
+
+@bench_app.command("capture")
+def bench_capture(
+    home: Annotated[
+        Path | None, typer.Option("--home", help="A running broker's folder; without it, one is started for the run.")
+    ] = None,
+    libs: Libs = None,
+    rate: Annotated[float, typer.Option(min=1, help="Finished requests a second.")] = 500.0,
+    seconds: Annotated[float, typer.Option(min=1)] = 30.0,
+    json_out: Json = False,
+) -> None:
+    """What the serving thread sees of capture into a real Kafka, and what became of every record."""
+    import msgspec
+
+    from draftloop.pipeline.stream.load import LoadPlan, measure, table
+
+    with _broker_for(home, libs) as admin:
+        result = measure(admin, LoadPlan(rate=rate, seconds=seconds))
+    _answer(msgspec.to_builtins(result), json_out, table(result))
+
+
 @contextmanager
 def _broker_for(home: Path | None, libs: Path | None) -> Iterator[Path]:
     """The administrator's client file of a running broker; one in a temporary folder where none is named."""

@@ -166,6 +166,34 @@ def run(
     return drive(hook, plan, more=more)
 
 
+def measure(admin_file: Path, plan: LoadPlan) -> LoadResult:
+    """Run the plan into a topic of its own on the cluster that the file's principal may create topics on."""
+    from draftloop.pipeline.stream.kafka_log import KafkaLog
+
+    client = read_client(admin_file)
+    topic = f"{client.topic_prefix}bench.{os.getpid()}-{time.time_ns()}"
+    log = KafkaLog(client)
+    try:
+        log.create_topic(topic, num_partitions=4)
+    finally:
+        log.close()
+    return run(client, topic, plan)
+
+
+def table(result: LoadResult) -> str:
+    """The result for a person."""
+    counters = result.counters
+    dropped = {name: count for name, count in counters.items() if name.startswith("dropped.")}
+    fate = f"delivered {counters['delivered']}, dropped {dropped or 'none'}"
+    lines = [f"offered {result.offered} in {result.seconds:.1f} s, {fate}"]
+    for name, spread in (("inside offer", result.offer_ms), ("of it the hook's own", result.own_ms)):
+        lines.append(
+            f"{name:<22} p50 {spread.p50:.3f}, p99 {spread.p99:.3f}, p99.9 {spread.p999:.3f}, max {spread.max:.2f} ms"
+        )
+    lines.append(f"memory {result.rss_before_mb:.0f} MB before, {result.rss_peak_mb:.0f} MB at most")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the plan that the arguments give, print the result."""
     parser = argparse.ArgumentParser(prog="python -m draftloop.pipeline.stream.load", description=__doc__)
