@@ -52,6 +52,8 @@ def draftloop(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "access apply",
         "access verify",
         "bench log",
+        "bench curate",
+        "bench capture",
     ],
 )
 def test_every_command_answers_help(command: str, tmp_path: Path) -> None:
