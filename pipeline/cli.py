@@ -239,13 +239,37 @@ def status(overrides: Overrides = None, config: ConfigFiles = None, json_out: Js
 
 
 @app.command()
-def doctor(
-    overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
+def audit(
+    overrides: Overrides = None,
+    act: Annotated[str | None, typer.Option(help="Only acts that begin so, e.g. window or champion.promote.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only from then on, e.g. 2026-11-30T12:00.")] = None,
+    config: ConfigFiles = None,
+    json_out: Json = False,
 ) -> None:
-    """Checks packages, disk, log, registry and target; says how to mend each."""
-    from draftloop.pipeline.doctor import examine, show
+    """Who did what and when: the audit topic, oldest first. Kafka: as a user that may read it, the auditor's."""
+    from draftloop.pipeline.audit_report import audit_lines, describe
 
-    findings = examine(_workspace(config, overrides, target=target))
+    found = audit_lines(_workspace(config, overrides), act=act, since=since)
+    _answer({"records": found}, json_out, describe(found))
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    part: Annotated[
+        str, typer.Option("--as", help="What runs here: loop (run-once), hook (an engine's plug-in) or agent.")
+    ] = "loop",
+    config: ConfigFiles = None,
+    target: TargetOption = None,
+    json_out: Json = False,
+) -> None:
+    """Checks packages, disk, broker, log, registry and target; says how to mend each."""
+    from draftloop.pipeline.doctor import CHECKS, examine, show
+
+    known = next((name for name in CHECKS if name == part), None)
+    if known is None:
+        raise ConfigError(f"--as {part}: no such part", mend=f"one of {', '.join(CHECKS)}")
+    findings = examine(_workspace(config, overrides, target=target), known)
     _answer({"checks": findings}, json_out, show(findings))
     if not all(finding["ok"] for finding in findings):
         raise typer.Exit(1)

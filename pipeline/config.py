@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -132,11 +132,9 @@ def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str]
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        mend = (
-            f"known keys here: {', '.join(known_keys(first['loc'][:-1]))}"
-            if first["type"] == "extra_forbidden"
-            else "see `draftloop config` for every key with its present value"
-        )
+        mend = "see `draftloop config` for every key with its present value"
+        if first["type"] == "extra_forbidden":
+            mend = f"known keys here: {', '.join(known_keys(first['loc'][:-1]))}"
         # Not even an unknown key may bring its value into a message: it may be a password in the wrong place.
         shown = "***" if _SECRET.search(key) else repr(first.get("input"))
         raise ConfigError(f"setting {key} = {shown}: {first['msg']}", mend=mend) from None
@@ -158,6 +156,8 @@ def known_keys(location: Sequence[str | int]) -> list[str]:
     for part in location:
         field = getattr(model, "model_fields", {}).get(str(part))
         model = field.annotation if field else None
+        # A section that may be left out is "Section | None".
+        model = next((one for one in get_args(model) if hasattr(one, "model_fields")), model)
     return sorted(getattr(model, "model_fields", {}))
 
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from draftloop.pipeline.errors import DraftloopError
 from draftloop.pipeline.workspace import Workspace
@@ -28,19 +28,36 @@ NEEDED_FOR_KAFKA = {
 MIN_FREE_GB = 2.0
 
 
-def examine(workspace: Workspace) -> list[dict[str, Any]]:
-    """Findings in the order a run meets them: {"check", "ok", "detail", "mend"}."""
+Part = Literal["loop", "hook", "agent"]
+# What each part of a deployment needs where it runs; its Kafka user sees no more.
+CHECKS: dict[Part, tuple[str, ...]] = {
+    "loop": ("work folder", "broker", "secrets", "capture log", "audit topic", "registry", "target"),
+    "hook": ("broker", "secrets", "capture log"),
+    "agent": ("work folder", "broker", "secrets", "audit topic", "registry"),
+}
+PACKAGES: dict[Part, frozenset[str]] = {
+    "loop": frozenset({*NEEDED, *NEEDED_FOR_KAFKA}),
+    "hook": frozenset(NEEDED_FOR_KAFKA),
+    "agent": frozenset({"mlflow", "cryptography", *NEEDED_FOR_KAFKA}),
+}
+
+
+def examine(workspace: Workspace, part: Part = "loop") -> list[dict[str, Any]]:
+    """Findings in the order that part of a deployment meets them: {"check", "ok", "detail", "mend"}."""
     kafka = workspace.config.log.kind == "kafka"
-    findings = [_package(name, mend) for name, mend in {**NEEDED, **(NEEDED_FOR_KAFKA if kafka else {})}.items()]
-    checks: list[tuple[str, Callable[[Workspace], str]]] = [
-        ("work folder", _disk),
-        *([("broker", _broker), ("secrets", _secrets)] if kafka else []),
-        ("capture log", _log),
-        ("audit topic", _audit),
-        ("registry", _registry),
-        ("target", _target),
-    ]
-    for name, check in checks:
+    packages = {**NEEDED, **(NEEDED_FOR_KAFKA if kafka else {})}
+    findings = [_package(name, mend) for name, mend in packages.items() if name in PACKAGES[part]]
+    checks: dict[str, Callable[[Workspace], str]] = {
+        "work folder": _disk,
+        **({"broker": _broker, "secrets": _secrets} if kafka else {}),
+        "capture log": _log,
+        "audit topic": _audit,
+        "registry": _registry,
+        "target": _target,
+    }
+    for name, check in checks.items():
+        if name not in CHECKS[part]:
+            continue
         try:
             findings.append({"check": name, "ok": True, "detail": check(workspace), "mend": ""})
         except DraftloopError as error:

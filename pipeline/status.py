@@ -76,16 +76,18 @@ def _log(workspace: Workspace) -> list[dict[str, Any]]:
     try:
         log = workspace.open_log(make_topics=False)
         try:
-            for topic in sorted(log.topics()):
-                if topic.startswith(RAW_PREFIX):
-                    window = pending_window(log, topic, GROUP)
-                    starts, ends = log.start_offsets(topic), log.end_offsets(topic)
-                    there = sum(end - starts[number] for number, end in ends.items())
-                    rows.append({"topic": topic, "records": there, "not_yet_used": window.num_entries})
+            raw = sorted(topic for topic in log.topics() if topic.startswith(RAW_PREFIX))
+            if not raw and workspace.config.log.kind == "kafka":
+                rows.append({"error": f"{workspace.actor()} sees no topic under {RAW_PREFIX}"})
+            for topic in raw:
+                window = pending_window(log, topic, GROUP)
+                starts, ends = log.start_offsets(topic), log.end_offsets(topic)
+                there = sum(end - starts[number] for number, end in ends.items())
+                rows.append({"topic": topic, "records": there, "not_yet_used": window.num_entries})
         finally:
             log.close()
     except DraftloopError as error:  # the rest is still told
-        rows.append({"error": error.message})
+        rows.append({"error": error.message, "mend": error.mend or ""})
     return rows
 
 
@@ -107,4 +109,6 @@ def describe(found: dict[str, Any]) -> str:
     for log in found["log"] or ():
         used = f"{log.get('topic')}: {log.get('records')} records, {log.get('not_yet_used')} not yet used"
         lines.append(f"log           {log.get('error') or used}")
+        if log.get("mend"):
+            lines.append(f"              mend: {log['mend']}")
     return "\n".join(lines)

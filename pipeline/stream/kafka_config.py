@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draftloop.pipeline.errors import AuthenticationError, ConfigError
 
 COMMAND_TIMEOUT_S = 30.0
+FORM = "docs/kafka.md shows the form; secrets are named by password_file or password_env, never written into it"
 
 
 class _Section(BaseModel):
@@ -151,15 +152,24 @@ def read_secret(file: Path) -> str:
 
 
 def read_client(file: Path) -> KafkaConfig:
-    """The Kafka block of a client's TOML, as `write_client` leaves it. Raises ConfigError."""
+    """The Kafka block of a client's TOML, as `write_client` leaves it or a person writes it. Raises ConfigError."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))["log"]["kafka"]
         return KafkaConfig.model_validate(values)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, ValidationError) as error:
+    except FileNotFoundError:
         raise ConfigError(
-            f"{file} is not a client's configuration: {type(error).__name__}",
-            mend="make it again: `draftloop broker up` (admin) or `draftloop access apply` (the others)",
-        ) from error
+            f"there is no client file {file}",
+            mend="on this machine `draftloop broker up` makes the administrator's, `draftloop access apply` the others;"
+            " for a cluster of yours write it by hand as docs/kafka.md shows",
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"client file {file} cannot be read: {error}", mend="correct the place named") from error
+    except (KeyError, TypeError):
+        raise ConfigError(f"client file {file} has no section [log.kafka]", mend=FORM) from None
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]  # an input may be a password in the wrong place
+        key = ".".join(("log.kafka", *(str(part) for part in first["loc"])))
+        raise ConfigError(f"client file {file}: {key}: {first['msg']}", mend=FORM) from None
 
 
 def write_client(file: Path, config: KafkaConfig) -> None:

@@ -331,7 +331,8 @@ def translate(error: BaseException, config: KafkaConfig, *, act: str, resource: 
     if isinstance(error, kafka_errors.AuthorizationError) or "ClusterAuthorizationFailed" in str(error):
         return AccessDeniedError(
             f"{principal} may not {act} {resource}",
-            mend="`draftloop access plan` shows which right is missing, `draftloop access apply` grants it",
+            mend="each part logs in as a user of its own (docs/kafka.md: the hook writes, the curator reads): give the"
+            " client file of the right one; whether a right is missing shows `draftloop access plan`",
         )
     if isinstance(error, kafka_errors.SaslAuthenticationFailedError):
         return AuthenticationError(

@@ -41,6 +41,7 @@ def draftloop(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "status",
         "doctor",
         "config",
+        "audit",
         "broker up",
         "broker down",
         "broker status",
@@ -184,3 +185,21 @@ def test_a_value_under_a_name_that_sounds_secret_is_not_repeated(tmp_path: Path)
         done = draftloop("config", setting, "--json", cwd=tmp_path)
         assert done.returncode == 2
         assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_the_audit_topic_can_be_read_by_act_and_time(tmp_path: Path) -> None:
+    draftloop("promote", "9", "work=w", "--by", "ana", cwd=tmp_path)
+    found = json.loads(draftloop("audit", "work=w", "--act", "champion", "--json", cwd=tmp_path).stdout)["records"]
+    assert [(line["act"], line["outcome"], line["by"]) for line in found] == [
+        ("champion.promote", "begun", "ana"),
+        ("champion.promote", "failed", "ana"),
+    ]
+    for condition in (("--act", "window"), ("--since", "2999-01-01")):
+        assert json.loads(draftloop("audit", "work=w", *condition, "--json", cwd=tmp_path).stdout) == {"records": []}
+    assert draftloop("audit", "work=w", "--since", "yesterday", cwd=tmp_path).returncode == 2
+
+
+def test_doctor_looks_at_what_a_part_needs_and_no_more(tmp_path: Path) -> None:
+    found = json.loads(draftloop("doctor", "work=w", "--as", "hook", "--json", cwd=tmp_path).stdout)["checks"]
+    assert [check["check"] for check in found] == ["capture log"]
+    assert draftloop("doctor", "--as", "nobody", cwd=tmp_path).returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,11 +157,20 @@ def test_a_clients_file_says_what_it_was_given(
 
 def test_a_file_that_is_no_clients_is_told_without_its_content(tmp_path: Path) -> None:
     file = tmp_path / "client.toml"
-    for content in ("", "[log.kafka", f'[log.kafka]\npassword = "{CANARY}"', "[log]\nkafka = 3"):
+    for content, told in (
+        ("", "has no section"),
+        ("[log.kafka", "cannot be read: Expected"),
+        (f'[log.kafka]\npassword = "{CANARY}"', "log.kafka.password: Extra inputs"),
+        ("[log]\nkafka = 3", "log.kafka: Input should be"),
+        ('[log.kafka]\nbootstrap = "kafka:9092"', "log.kafka.bootstrap: Input should be"),
+        ('[log.kafka.security]\nmechanism = "PLAIN"', "log.kafka.security.mechanism: Input should be 'SCRAM-SHA-512'"),
+        ('[log.kafka.security]\nusername = "a"', "log.kafka.security: Value error, SASL_SSL needs ca_file"),
+    ):
         file.write_text(content)
-        with pytest.raises(ConfigError, match="is not a client's configuration") as error:
+        with pytest.raises(ConfigError, match=re.escape(told)) as error:
             read_client(file)
         assert CANARY not in str(error.value)
+        assert str(file) in str(error.value)
 
 
 def test_the_capture_hook_does_not_import_kafka() -> None:
