@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -42,6 +43,8 @@ def main() -> None:
     # Before torch is loaded. Threads that spin at OpenMP barriers are 3 to 10 times slower than one thread as soon as
     # anything else runs on the machine (measured); a user's own setting stands.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # kafka-python prints a traceback for each connection it loses; what matters of it comes out as an error of ours.
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except DraftloopError as error:

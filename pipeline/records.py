@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import re
 import sys
 from collections.abc import Sequence
 from typing import Literal, TypeVar
@@ -142,12 +143,17 @@ def encode(record: CapturedRequest) -> bytes:
 _FOREIGN = "find out who else may write this topic (Kafka: `draftloop access verify`); curation sets the record aside"
 
 
+_WRONG = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
+
+
 def decode(raw: bytes) -> CapturedRequest:
     """A record as it comes out of the log. Raises NewerSchemaError, UndecodableRecordError."""
     try:
         schema = _schema_decoder.decode(raw).schema
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise UndecodableRecordError(f"not a capture record ({len(raw)} bytes): {error}", mend=_FOREIGN) from error
+    except _WRONG as error:
+        raise UndecodableRecordError(
+            f"not a capture record ({len(raw)} bytes): {_told(error)}", mend=_FOREIGN
+        ) from None
     if schema > SCHEMA_VERSION:
         raise NewerSchemaError(
             f"record of schema {schema}, this draftloop reads up to {SCHEMA_VERSION}",
@@ -155,7 +161,12 @@ def decode(raw: bytes) -> CapturedRequest:
         )
     try:
         return _decoder.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+    except _WRONG as error:
         raise UndecodableRecordError(
-            f"capture record of schema {schema} does not decode: {error}", mend=_FOREIGN
-        ) from error
+            f"capture record of schema {schema} does not decode: {_told(error)}", mend=_FOREIGN
+        ) from None
+
+
+def _told(error: Exception) -> str:
+    """What is wrong with a record without anything of it: the decoder quotes a wrong value, which may be content."""
+    return re.sub(r"'.*'", "'...'", str(error), flags=re.DOTALL)

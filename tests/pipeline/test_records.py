@@ -170,3 +170,13 @@ def test_tau_counts_emitted_tokens_per_step_and_readings_subtract() -> None:
 def test_a_record_nested_without_end_is_undecodable() -> None:
     with pytest.raises(UndecodableRecordError):
         decode(b"\x82\xa1a" + b"\x91" * 100_000 + b"\xc0\xa6schema\x01")
+
+
+def test_a_wrong_value_of_a_record_is_not_repeated_in_its_error() -> None:
+    good = msgspec.msgpack.decode(encode(RECORD))
+    for field in ("finish_reason", "time_ms", "sampling"):
+        with pytest.raises(UndecodableRecordError) as error:
+            decode(msgspec.msgpack.encode({**good, field: "what the user asked"}))
+        assert "what the user asked" not in str(error.value)
+        assert error.value.__cause__ is None
+        assert field in str(error.value)
