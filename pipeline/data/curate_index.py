@@ -16,7 +16,7 @@ from draftloop.pipeline.data.candidate import IndexEntry, ParentRow
 from draftloop.pipeline.data.mixture import quotas
 from draftloop.pipeline.data.snapshot import SPLITS, Reject, Split
 
-CACHE_KB = 64 << 10  # also what one sort may hold in memory
+CACHE_KB = 32 << 10  # also what one sort may hold in memory
 
 _SETUP = """
 PRAGMA page_size = 16384;
