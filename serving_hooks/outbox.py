@@ -5,6 +5,7 @@ offered == delivered + sum(dropped) + in_queue holds at every moment, whatever t
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections import deque
@@ -12,13 +13,14 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# What an entry costs beside the bytes of its key and value: tuple, two headers of bytes objects, time, slot of the
-# queue and the allocator's rounding. A test measures it.
-ENTRY_BYTES = 256
+from draftloop.pipeline.stream.log import LogEntry
 
-# Key, value, monotonic second of the offer. A plain tuple: the garbage collector stops visiting it after one look,
-# where a full queue of objects or NamedTuples would lengthen every full collection of the engine's process.
-Queued = tuple[bytes, bytes, float]
+# An entry waits as one bytes object: time of the offer, length of the key, key, value. That is nothing the garbage
+# collector counts or visits: a queue that fills does not bring on full collections of the engine's process.
+_HEAD = struct.Struct("<dI")
+# What it costs beside key and value: this head, that of a bytes object, a slot of the queue, the allocator's rounding.
+# A test measures it.
+ENTRY_BYTES = 80
 
 
 class CaptureLimits(BaseModel):
@@ -44,8 +46,9 @@ class Outbox:
         self._limits = limits
         self._lock = threading.RLock()  # guards everything below; never held during I/O
         self._changed = threading.Condition(self._lock)
-        self._queue: deque[Queued] = deque()
-        self._in_flight: list[Queued] = []
+        self._queue: deque[bytes] = deque()  # appended to under the lock, popped from by the taker alone
+        self._in_flight: list[bytes] = []
+        self._held = 0  # entries queued and in flight
         self._queued_bytes = 0
         self._offered = 0
         self._delivered = 0
@@ -64,7 +67,7 @@ class Outbox:
 
     def put(self, key: bytes, value: bytes) -> None:
         """Queue an entry, or count why not."""
-        entry = (key, value, time.monotonic())
+        entry = b"".join((_HEAD.pack(time.monotonic(), len(key)), key, value))
         size = _size(entry)
         with self._lock:
             reason = self._refusal(size)
@@ -72,6 +75,7 @@ class Outbox:
                 self._count(reason)
                 return
             self._offered += 1
+            self._held += 1
             self._queued_bytes += size
             self._queue.append(entry)
             if self._wants and self._has(self._wants):
@@ -91,7 +95,7 @@ class Outbox:
         with self._lock:
             self._count(reason)
 
-    def take(self) -> list[Queued]:
+    def take(self) -> list[bytes]:
         """Wait for entries, let a batch gather, and take it; empty: the outbox is closed and nothing is left."""
         with self._changed:
             self._wants = 1
@@ -99,43 +103,45 @@ class Outbox:
             self._wants = self._limits.batch_bytes
             self._changed.wait_for(self._batch_is_due, self._limits.linger_s)
             self._wants = 0
-            batch: list[Queued] = []
-            size = 0
-            while self._queue and len(batch) < self._limits.batch_records:
-                size += _size(self._queue[0])
-                if batch and size > self._limits.batch_bytes:
-                    break
-                batch.append(self._queue.popleft())
+            queue = self._queue
+        # Without the lock: a taker that loses the interpreter here must not make the serving path wait for it.
+        batch: list[bytes] = []
+        size = 0
+        while queue and len(batch) < self._limits.batch_records:
+            size += _size(queue[0])
+            if batch and size > self._limits.batch_bytes:
+                break
+            batch.append(queue.popleft())
+        with self._lock:
+            if self._given_up:  # and counted
+                return []
             self._in_flight = batch
-            return batch
+        return batch
 
     def settle(
-        self,
-        batch: list[Queued],
-        refused: Mapping[int, str],
-        failed: Mapping[int, str],
-        *,
-        error: str | None = None,
+        self, batch: list[bytes], refused: Mapping[int, str], failed: Mapping[int, str], *, error: str | None = None
     ) -> None:
         """What became of a batch: index -> reason of what never will arrive, and of what is to be tried again.
 
         All others count as delivered. A batch given up meanwhile has been counted: its late fate changes nothing.
         """
         settled = sum(_size(entry) for index, entry in enumerate(batch) if index not in failed)
-        with self._changed:
+        again = [batch[index] for index in sorted(failed, reverse=True)]
+        with self._lock:
             if self._in_flight is not batch:
                 return
             self._in_flight = []
             self._last_error = error
             self._send_errors += error is not None
-            self._delivered += len(batch) - len(refused) - len(failed)
+            self._held -= len(batch) - len(again)
+            self._queued_bytes -= settled
+            self._delivered += len(batch) - len(again) - len(refused)
             for reason in refused.values():
                 self._drop(reason)
-            self._queued_bytes -= settled
-            self._queue.extendleft(batch[index] for index in sorted(failed, reverse=True))
-            if failed:
-                self._expire(failed[max(failed)])
+            self._queue.extendleft(again)
             self._changed.notify_all()
+        if failed:
+            self._expire(failed[max(failed)])
 
     def pause(self, delay_s: float) -> bool:
         """Wait before the next attempt; True at once where the outbox starts to close: it is now or never."""
@@ -148,7 +154,7 @@ class Outbox:
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: not self._queue and not self._in_flight, timeout_s)
+            done = self._changed.wait_for(lambda: not self._held, timeout_s)
             self._flushing -= 1
             return done
 
@@ -161,10 +167,9 @@ class Outbox:
         with self._changed:
             self._given_up = True
             self._drop("unknown_at_exit", len(self._in_flight))
-            self._in_flight = []
-            self._drop("closed", len(self._queue))
-            self._queue.clear()
-            self._queued_bytes = 0
+            self._drop("closed", self._held - len(self._in_flight))
+            self._queue, self._in_flight = deque(), []
+            self._held = self._queued_bytes = 0
             self._changed.notify_all()
         return drained
 
@@ -184,7 +189,7 @@ class Outbox:
             return {
                 "offered": self._offered,
                 "delivered": self._delivered,
-                "in_queue": len(self._queue) + len(self._in_flight),
+                "in_queue": self._held,
                 "queue_bytes": self._queued_bytes,
                 "send_errors": self._send_errors,
                 **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items()) if count},
@@ -196,7 +201,7 @@ class Outbox:
             return self._closed_to_offers
         if size > limits.max_record_bytes + ENTRY_BYTES:
             return "too_large"
-        if len(self._queue) + len(self._in_flight) >= limits.max_records:
+        if self._held >= limits.max_records:
             return "queue_full_records"
         if self._queued_bytes + size > limits.max_bytes:
             return "queue_full_bytes"
@@ -219,11 +224,25 @@ class Outbox:
         return self._has(self._limits.batch_bytes) or self._flushing > 0 or self._closing
 
     def _expire(self, reason: str) -> None:
+        """Count what has waited too long. The taker's own: nobody else pops."""
         oldest = time.monotonic() - self._limits.retry_for_s
-        while self._queue and self._queue[0][2] < oldest:
-            self._queued_bytes -= _size(self._queue.popleft())
-            self._drop(reason)
+        queue, count, size = self._queue, 0, 0
+        while queue and _HEAD.unpack_from(queue[0])[0] < oldest:
+            size += _size(queue.popleft())
+            count += 1
+        with self._lock:
+            if not self._given_up:
+                self._held -= count
+                self._queued_bytes -= size
+                self._drop(reason, count)
+                self._changed.notify_all()
 
 
-def _size(entry: Queued) -> int:
-    return len(entry[0]) + len(entry[1]) + ENTRY_BYTES
+def unpack(entry: bytes) -> LogEntry:
+    """What was put, from what was taken."""
+    _, key = _HEAD.unpack_from(entry)
+    return LogEntry(entry[_HEAD.size : _HEAD.size + key], entry[_HEAD.size + key :])
+
+
+def _size(entry: bytes) -> int:
+    return len(entry) - _HEAD.size + ENTRY_BYTES

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from draftloop.pipeline.errors import AppendError, DraftloopError
 from draftloop.pipeline.stream.log import LogEntry
-from draftloop.serving_hooks.outbox import CaptureLimits, Outbox, Queued
+from draftloop.serving_hooks.outbox import CaptureLimits, Outbox, unpack
 
 
 class Sink(Protocol):
@@ -44,9 +44,9 @@ class Sender:
                 failures = 0
         self._release()
 
-    def _deliver(self, batch: list[Queued]) -> bool:
+    def _deliver(self, batch: list[bytes]) -> bool:
         """One attempt; False where something is to be tried again, with another log."""
-        entries = [LogEntry(key, value) for key, value, _ in batch]
+        entries = [unpack(entry) for entry in batch]
         try:
             if self._log is None:
                 self._log = self._open_log()

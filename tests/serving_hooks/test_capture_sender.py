@@ -21,7 +21,7 @@ from draftloop.pipeline.errors import (
     UnknownCaError,
 )
 from draftloop.pipeline.stream.log import LogEntry
-from draftloop.serving_hooks.outbox import ENTRY_BYTES, CaptureLimits, Outbox
+from draftloop.serving_hooks.outbox import ENTRY_BYTES, CaptureLimits, Outbox, unpack
 from draftloop.serving_hooks.sender import Sender
 
 QUICK: dict[str, Any] = {"retry_first_s": 0.001, "retry_most_s": 0.002, "linger_s": 0.0}
@@ -190,7 +190,7 @@ def test_a_batch_is_bounded_in_bytes_and_a_record_over_that_goes_alone() -> None
     taken = []
     for _ in range(4):
         batch = outbox.take()
-        taken.append([key for key, _, _ in batch])
+        taken.append([unpack(entry).key for entry in batch])
         outbox.settle(batch, {}, {})
     assert taken == [[b"a", b"b"], [b"c"], [b"d", b"e", b"f"], [b"g"]]
     assert log.batches == []
