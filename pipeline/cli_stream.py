@@ -218,7 +218,8 @@ def access_verify(home: AccessHome = DEFAULT_HOME, access: AccessFile = None, js
                 matrix.check()
         except AccessSurpriseError as error:  # the cells are the answer either way
             _answer(matrix.to_dict(), json_out, matrix.text())
-            typer.echo(f"AccessSurpriseError: {error}" if json_out else f"  mend: {error.mend}", err=True)
+            told = error if json_out else f"not as the access file says, see above\n  mend: {error.mend}"
+            typer.echo(f"AccessSurpriseError: {told}", err=True)
             raise typer.Exit(error.exit_code) from None
     _answer(matrix.to_dict(), json_out, matrix.text())
 

@@ -52,6 +52,11 @@ class MemoryCluster:
     def set_password(self, user: str, password: str) -> None:
         self.passwords[user] = password
 
+    def remove_login(self, user: str, mechanism: str) -> None:
+        if mechanism != SCRAM or user not in self.passwords:
+            raise InputError(f"user {user} has no {mechanism} login")
+        del self.passwords[user]
+
     def create_acl(self, acl: Acl) -> None:
         self.acls.add(acl)
 

@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 
 from draftloop.pipeline.stream.access_rules import ANYONE, Acl
 from draftloop.pipeline.stream.access_spec import AccessSpec, TopicState
+from draftloop.pipeline.stream.access_words import PLACEHOLDERS, Commands, counted
 
 SCRAM = "SCRAM-SHA-512"
+NOBODY = (ANYONE, "User:ANONYMOUS")  # no system of its own: a right of theirs is everybody's
+FOREIGN_MEND = "not removed by draftloop, it is on more than its topics: remove it, or add the user to `admins`"
+_HARMLESS_ON_CLUSTER = ("IDEMPOTENT_WRITE",)  # a way to write topics one may write anyway
 
 
 class ClusterState(NamedTuple):
@@ -45,16 +49,25 @@ class Plan(NamedTuple):
     unfinished: tuple[str, ...] = ()  # users whose new password may or may not have reached the cluster
     without_secret: tuple[str, ...] = ()  # users whose password is nowhere
     extra_acls: tuple[Acl, ...] = ()
+    foreign_acls: tuple[Acl, ...] = ()  # extra too, but on more than what is ours: pruning could stop other systems
     extra_topics: tuple[str, ...] = ()
-    extra_users: tuple[str, ...] = ()
+    extra_logins: tuple[tuple[str, str], ...] = ()  # user, SCRAM mechanism
     impossible: tuple[str, ...] = ()
+    file_changed: bool = False  # since it was applied last
+    commands: Commands = PLACEHOLDERS
+
+    @property
+    def extra_users(self) -> list[str]:
+        """Users under our prefix with a login that the file does not give them."""
+        return [user if mechanism == SCRAM else f"{user} ({mechanism})" for user, mechanism in self.extra_logins]
 
     @property
     def to_do(self) -> list[str]:
         """What `apply` would do, a line each."""
         return [
             *(
-                f"create topic {name}: {topic.partitions} partitions, {topic.replication} copies"
+                f"create topic {name}: {counted(topic.partitions, 'partition')},"
+                f" {counted(topic.replication, 'copy', 'copies')}"
                 for name, topic in self.create_topics.items()
             ),
             *(f"change {change.text()}" for change in (*self.partitions, *self.configs, *self.quotas)),
@@ -68,23 +81,30 @@ class Plan(NamedTuple):
     def extra(self) -> list[str]:
         """What exists and should not, a line each."""
         return [
-            *(f"extra ACL: {acl.text()} (`apply --prune` removes it)" for acl in self.extra_acls),
+            *(f"extra ACL: {acl.text()}" for acl in self.extra_acls),
+            *(f"extra ACL: {acl.text()} ({FOREIGN_MEND})" for acl in self.foreign_acls),
             *(f"extra topic: {name} (not deleted by draftloop)" for name in self.extra_topics),
-            *(f"extra user: {name} (not deleted by draftloop)" for name in self.extra_users),
+            *(f"extra user: {name}" for name in self.extra_users),
         ]
 
     @property
     def notes(self) -> list[str]:
-        """What only a person can decide."""
+        """What only a person can decide, each with its command."""
+        prunable = [
+            counted(len(found), one)
+            for found, one in ((self.extra_acls, "extra ACL"), (self.extra_logins, "extra user"))
+            if found
+        ]
         return [
-            f"user {name} exists, its password does not: `draftloop access apply --rotate {name}` gives it a new one"
-            for name in self.without_secret
+            *([f"{self.commands.line('apply', '--prune')} removes {' and '.join(prunable)}"] if prunable else []),
+            *(lost_password(name, self.commands) for name in self.without_secret),
+            *(["the access file has changed since it was applied last"] if self.file_changed and self.to_do else []),
         ]
 
     @property
     def in_sync(self) -> bool:
         """The cluster has all that the file says and nothing more of ours."""
-        return not (self.to_do or self.extra or self.impossible)
+        return not (self.to_do or self.extra or self.impossible or self.without_secret)
 
     def to_dict(self) -> dict[str, Any]:
         """The machine-readable form."""
@@ -98,9 +118,9 @@ class Plan(NamedTuple):
             },
             "change": [change._asdict() for change in (*self.partitions, *self.configs, *self.quotas)],
             "extra": {
-                "acls": [acl._asdict() for acl in self.extra_acls],
+                "acls": [acl._asdict() for acl in (*self.extra_acls, *self.foreign_acls)],
                 "topics": list(self.extra_topics),
-                "users": list(self.extra_users),
+                "users": self.extra_users,
             },
             "unfinished_passwords": list(self.unfinished),
             "without_secret": list(self.without_secret),
@@ -113,29 +133,40 @@ class Plan(NamedTuple):
         return "\n".join(lines) if lines else "nothing to do: the cluster is as the access file says"
 
 
-def difference(spec: AccessSpec, state: ClusterState) -> Plan:
-    """The plan, as far as the cluster alone tells it."""
+def lost_password(name: str, commands: Commands) -> str:
+    """What is said of a user that is there while its password is not here."""
+    return (
+        f"user {name} exists in the cluster, its password is not here: copy secrets/{name}.password from the home"
+        f" folder that made it, or {commands.line('apply', '--rotate', name)} gives it a new one, which cuts off"
+        " whoever has the old one"
+    )
+
+
+def difference(spec: AccessSpec, state: ClusterState, *, me: str | None = None) -> Plan:
+    """The plan, as far as the cluster alone tells it. me: the administrator that looks, who is never extra."""
+    admins = frozenset({*spec.admins, *([me] if me else [])})
     wanted_topics, wanted_acls = spec.topic_states(), spec.acls()
     partitions, configs, impossible = _topic_changes(wanted_topics, state.topics)
     scram = {principal.name for principal in spec.principals if principal.auth == "scram"}
-    ours = {name for name in state.users if name.startswith(spec.principal_prefix) and name not in spec.admins}
-    stray = [
-        *ours - scram,
-        *(f"{name} ({', '.join(sorted(state.users[name] - {SCRAM}))})" for name in ours & scram
-          if state.users[name] - {SCRAM}),
-    ]  # fmt: skip
+    ours = {name for name in state.users if name.startswith(spec.principal_prefix) and name not in admins}
+    strange = sorted(acl for acl in state.acls - wanted_acls if _concerns(spec, admins, acl))
     return Plan(
         create_topics={name: topic for name, topic in wanted_topics.items() if name not in state.topics},
         partitions=tuple(partitions),
         configs=tuple(configs),
         users=tuple(sorted(name for name in scram if SCRAM not in state.users.get(name, ()))),
         acls=tuple(sorted(wanted_acls - state.acls)),
-        quotas=tuple(_quota_changes(spec, state.quotas)),
-        extra_acls=tuple(sorted(acl for acl in state.acls - wanted_acls if _concerns(spec, acl))),
+        quotas=tuple(_quota_changes(spec, admins, state.quotas)),
+        extra_acls=tuple(acl for acl in strange if not _is_foreign(spec, acl)),
+        foreign_acls=tuple(acl for acl in strange if _is_foreign(spec, acl)),
         extra_topics=tuple(
             sorted(t for t in state.topics if t.startswith(spec.topic_prefix) and t not in wanted_topics)
         ),
-        extra_users=tuple(sorted(stray)),
+        extra_logins=tuple(
+            (name, mechanism)
+            for name in sorted(ours)
+            for mechanism in sorted(state.users[name] - ({SCRAM} if name in scram else set()))
+        ),
         impossible=tuple(impossible),
     )
 
@@ -154,12 +185,12 @@ def _topic_changes(
             partitions.append(Change(subject, "partitions", str(have.partitions), str(want.partitions)))
         if want.partitions < have.partitions:
             impossible.append(
-                f"{subject} has {have.partitions} partitions, the file says {want.partitions}: partitions can only"
-                f" grow; write {have.partitions}, or make a topic of another name"
+                f"{subject} has {counted(have.partitions, 'partition')}, the file says {want.partitions}:"
+                f" partitions can only grow; write {have.partitions}, or make a topic of another name"
             )
         if want.replication != have.replication:
             impossible.append(
-                f"{subject} has {have.replication} copies, the file says {want.replication}: write"
+                f"{subject} has {counted(have.replication, 'copy', 'copies')}, the file says {want.replication}: write"
                 f" {have.replication}, or move its partitions with Kafka's kafka-reassign-partitions first"
             )
         configs += [
@@ -170,9 +201,9 @@ def _topic_changes(
     return sorted(partitions), sorted(configs), sorted(impossible)
 
 
-def _quota_changes(spec: AccessSpec, there: Mapping[str, Mapping[str, float]]) -> list[Change]:
+def _quota_changes(spec: AccessSpec, admins: frozenset[str], there: Mapping[str, Mapping[str, float]]) -> list[Change]:
     wanted = spec.quotas()
-    names = wanted.keys() | {n for n in there if n.startswith(spec.principal_prefix) and n not in spec.admins}
+    names = wanted.keys() | {n for n in there if n.startswith(spec.principal_prefix) and n not in admins}
     changes = []
     for name in sorted(names):
         want, have = wanted.get(name, {}), there.get(name, {})
@@ -188,19 +219,36 @@ def _number(value: float | None) -> str | None:
     return None if value is None else format(value, ".15g")
 
 
-def _concerns(spec: AccessSpec, acl: Acl) -> bool:
-    """Whether an ACL touches our principals, topics or groups."""
+def _is_ours(spec: AccessSpec, acl: Acl) -> bool:
+    """Whether an ACL is for one of our principals, or for one that has taken a name under their prefix."""
     name = acl.principal.removeprefix("User:")
-    if name in spec.admins:
+    return name.startswith(spec.principal_prefix) or name in {p.name for p in spec.principals}
+
+
+def _concerns(spec: AccessSpec, admins: frozenset[str], acl: Acl) -> bool:
+    """Whether an ACL is for our principals, or gives anybody else something on what is ours."""
+    if acl.principal.removeprefix("User:") in admins:
         return False
-    if acl.principal.startswith(f"User:{spec.principal_prefix}") or name in {p.name for p in spec.principals}:
+    if _is_ours(spec, acl):
         return True
+    if acl.permission == "DENY" and acl.principal != ANYONE:
+        return False  # it takes nothing from our principals and gives nobody anything
     if acl.resource == "topic":
         return _overlaps(acl, spec.topic_prefix, "prefixed")
     if acl.resource == "group":
-        groups = {(g.name, g.pattern) for p in spec.principals for g in p.acls if g.resource == "group"}
+        groups = {*spec.group_names(), (spec.topic_prefix, "prefixed")}
         return any(_overlaps(acl, group, pattern) for group, pattern in groups)
-    return acl.principal == ANYONE
+    if acl.resource == "cluster":
+        return acl.operation not in _HARMLESS_ON_CLUSTER
+    if acl.resource == "user":  # tokens to log in as somebody else
+        names = {(f"User:{name}", "literal") for name in (*admins, *(p.name for p in spec.principals))}
+        return any(_overlaps(acl, *name) for name in names | {(f"User:{spec.principal_prefix}", "prefixed")})
+    return acl.resource == "delegation_token" or acl.principal == ANYONE
+
+
+def _is_foreign(spec: AccessSpec, acl: Acl) -> bool:
+    """Whether an extra ACL of somebody else's is on more than what is ours."""
+    return acl.resource in ("cluster", "delegation_token") and acl.principal not in NOBODY and not _is_ours(spec, acl)
 
 
 def _overlaps(acl: Acl, name: str, pattern: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from draftloop.pipeline.errors import AccessSurpriseError
+from draftloop.pipeline.stream.access_words import PLACEHOLDERS, Commands, counted
 
 Resource = Literal["topic", "group", "cluster"]
 Pattern = Literal["literal", "prefixed"]
@@ -86,47 +87,100 @@ class Cell(NamedTuple):
         return f"{self.principal} {self.operation} {self.topic}: expected {self.expected}, observed {self.observed}"
 
 
+class Finding(NamedTuple):
+    """A surprise that no cell shows by itself, or that is behind all cells of a principal."""
+
+    kind: Literal["login", "extra_acl", "denying_acl", "extra_user", "drift"]
+    what: str
+    mend: str
+    principal: str = ""  # of a login: whose cells it stands for
+
+
 class Matrix(NamedTuple):
-    """Every cell that was tried."""
+    """Every cell that was tried, what nobody's try shows, and the cells of those the access file does not know."""
 
     cells: tuple[Cell, ...]
+    findings: tuple[Finding, ...] = ()
+    foreign: tuple[Cell, ...] = ()  # what extra ACLs allow to principals we cannot log in as: not tried, read
+    extra_topics: tuple[str, ...] = ()  # told and no surprise: they give nobody anything
+    commands: Commands = PLACEHOLDERS
 
     @property
-    def surprises(self) -> tuple[Cell, ...]:
-        return tuple(cell for cell in self.cells if cell.observed != cell.expected)
+    def surprises(self) -> tuple[Cell | Finding, ...]:
+        """Findings, then cells; those of a principal that cannot log in are one finding."""
+        shut_out = {found.principal for found in self.findings if found.kind == "login"}
+        wrong = (cell for cell in self.cells if cell.observed != cell.expected and cell.principal not in shut_out)
+        return (*self.findings, *wrong)
 
     def to_dict(self) -> dict[str, Any]:
         """The machine-readable form."""
         return {
-            "cells": [cell._asdict() for cell in self.cells],
-            "surprises": [cell._asdict() for cell in self.surprises],
+            "cells": [cell._asdict() for cell in (*self.cells, *self.foreign)],
+            "surprises": [
+                {"kind": "cell", **one._asdict()}
+                if isinstance(one, Cell)
+                else {"kind": one.kind, "what": one.what, "mend": one.mend}
+                for one in self.surprises
+            ],
+            "extra_topics": list(self.extra_topics),
         }
 
     def text(self) -> str:
         """Per principal and resource the operations that were allowed; then every surprise."""
         lines: list[str] = []
+        shut_out = {found.principal for found in self.findings if found.kind == "login"}
         for principal in dict.fromkeys(cell.principal for cell in self.cells):
             own = [cell for cell in self.cells if cell.principal == principal]
-            lines.append(f"{principal}: {len(own)} acts tried")
+            if principal in shut_out:
+                lines.append(f"{principal}: cannot log in, nothing tried")
+                continue
+            lines.append(f"{principal}: {counted(len(own), 'act')} tried")
             for topic in dict.fromkeys(cell.topic for cell in own):
                 allowed = [cell.operation for cell in own if cell.topic == topic and cell.observed == "allowed"]
                 lines.append(f"  {topic}: {', '.join(allowed) or 'nothing'}")
-        lines += [f"SURPRISE {cell.text()}" for cell in self.surprises]
-        lines.append(f"{len(self.cells)} cells tried, {len(self.surprises)} surprises")
+        lines += [f"note: extra topic {name}, which the access file does not know" for name in self.extra_topics]
+        lines += [f"SURPRISE {told(one)}" for one in self.surprises]
+        lines.append(f"{counted(len(self.cells), 'cell')} tried, {counted(len(self.surprises), 'surprise')}")
         return "\n".join(lines)
 
+    @property
+    def mends(self) -> list[str]:
+        """What to do about the surprises, without repeats."""
+        found = [one.mend for one in self.surprises if isinstance(one, Finding)]
+        if any(isinstance(one, Cell) for one in self.surprises):
+            found.append(
+                f"{self.commands.line('plan')} shows what differs, {self.commands.line('apply')} adds what is missing"
+            )
+        return list(dict.fromkeys(found))
+
     def check(self) -> None:
-        """Raise AccessSurpriseError naming the cells where the broker did something else than the access file says."""
+        """Raise AccessSurpriseError naming what the broker has or does that is not as the access file says."""
         wrong = self.surprises
         if not wrong:
             return
-        named = "; ".join(cell.text() for cell in wrong[:MAX_NAMED])
-        rest = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        named = "".join(f"\n  {told(one)}" for one in wrong[:MAX_NAMED])
+        rest = f"\n  and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         raise AccessSurpriseError(
-            f"{len(wrong)} of {len(self.cells)} acts did not go as the access file says: {named}{rest}",
-            mend="`draftloop access plan` shows what differs; `apply` adds what is missing, `apply --prune` removes"
-            " extra ACLs",
+            f"the cluster is not as the access file says, {counted(len(wrong), 'surprise')}:{named}{rest}",
+            mend="; ".join(self.mends[:MAX_NAMED]),
         )
+
+
+def told(surprise: Cell | Finding) -> str:
+    """A surprise in a line."""
+    return surprise.text() if isinstance(surprise, Cell) else surprise.what
+
+
+def foreign_cells(acls: Iterable[Acl], probes: Sequence[Probe]) -> tuple[Cell, ...]:
+    """What ACLs of principals outside the access file allow them, a cell each; expected is "denied"."""
+    cells: list[Cell] = []
+    for acl in acls:
+        name = acl.principal.removeprefix("User:")
+        allowed = [Cell(name, p.operation, p.shown, "denied", "allowed") for p in probes if allows((acl,), name, *p)]
+        where = {"topic": acl.name, "cluster": "cluster"}.get(acl.resource, f"{acl.resource}:{acl.name}")
+        shown = where + ("*" if acl.pattern == "prefixed" else "")
+        cells += allowed or [Cell(name, acl.operation, shown, "denied", "allowed")]
+    return tuple(dict.fromkeys(cells))
 
 
 def expected_cells(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from draftloop.pipeline.errors import ConfigError
+from draftloop.pipeline.stream.access_errors import MendableError, explain
 from draftloop.pipeline.stream.access_rules import (
     CLUSTER_NAME,
     CLUSTER_OPERATIONS,
@@ -20,6 +21,7 @@ from draftloop.pipeline.stream.access_rules import (
     Acl,
     Probe,
 )
+from draftloop.pipeline.stream.topics import slug
 
 DEFAULT_FILE = Path(__file__).with_name("access.toml")
 FOREIGN_GROUP = "access-verify.foreign"  # a consumer group nobody here owns
@@ -28,7 +30,6 @@ HOUR_MS = 3_600_000
 WEEK_MS = 7 * 24 * HOUR_MS
 
 _TARGET = "{target}"
-_SLUG = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _PREFIX = re.compile(r"([A-Za-z0-9_-]+\.)+")
 _TOPIC = re.compile(r"[A-Za-z0-9._-]+")
 _PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -225,8 +226,10 @@ class AccessSpec(_Section):
     @model_validator(mode="after")
     def _sound(self) -> AccessSpec:
         for target in self.targets:
-            if not _SLUG.fullmatch(target):
-                raise ValueError(f"target {target!r}: lower-case letters, digits, '-' and '_' only, no '.'")
+            if target != slug(target):
+                raise MendableError(
+                    f"target {target!r}: lower-case letters, digits and '-' only", f"write {slug(target)!r}"
+                )
         for what, names in (
             ("target", self.targets),
             ("principal", [principal.name for principal in self.principals]),
@@ -289,6 +292,10 @@ class AccessSpec(_Section):
             for name in self.rendered(topic.name)
         }
 
+    def group_names(self) -> set[tuple[str, str]]:
+        """(name, pattern) of every consumer group the file gives rights on."""
+        return {(g.name, g.pattern) for p in self.principals for g in p.acls if g.resource == "group"}
+
     def acls(self) -> frozenset[Acl]:
         """Every rule that should be there."""
         return frozenset(
@@ -305,12 +312,7 @@ class AccessSpec(_Section):
 
     def probes(self) -> list[Probe]:
         """Every act `access verify` tries for each principal."""
-        groups = {
-            grant.name + PROBE_GROUP if grant.pattern == "prefixed" else grant.name
-            for principal in self.principals
-            for grant in principal.acls
-            if grant.resource == "group"
-        }
+        groups = {name + PROBE_GROUP if pattern == "prefixed" else name for name, pattern in self.group_names()}
         return [
             *(Probe(operation, "topic", topic) for topic in self.topic_states() for operation in TOPIC_OPERATIONS),
             *(Probe(op, "group", group) for group in (*sorted(groups), FOREIGN_GROUP) for op in GROUP_OPERATIONS),
@@ -334,7 +336,8 @@ def load_spec(file: Path | None, *, targets: Sequence[str] | None = None) -> Acc
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"access file {path} cannot be read: {type(error).__name__}", mend="check the path"
+            f"access file {path} cannot be read: {type(error).__name__}",
+            mend="check the path; `draftloop access example` prints a file to start from",
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"access file {path} is not TOML: {error}", mend="mend that line") from error
@@ -346,10 +349,18 @@ def parse_spec(values: Mapping[str, Any], source: str) -> AccessSpec:
     try:
         return AccessSpec.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
+        told = explain(error, values, {name: list(model.model_fields) for name, model in _TABLES.items()})
         raise ConfigError(
-            f"access file {source}: {key + ': ' if key else ''}{what}",
-            mend=f"{DEFAULT_FILE} is a file that works, with every key explained",
+            f"access file {source}: {told.message}",
+            mend=told.mend or "`draftloop access example` prints a file that works, with every key explained",
         ) from None
+
+
+_TABLES: dict[str, type[BaseModel]] = {
+    "": AccessSpec,
+    "topics": TopicSpec,
+    "principals": PrincipalSpec,
+    "acls": Grant,
+    "quota": Quota,
+    "secrets": SecretsSpec,
+}

@@ -16,6 +16,7 @@ from kafka.admin import (
     ConfigResourceType,
     KafkaAdminClient,
     ResourceType,
+    UserScramCredentialDeletion,
     UserScramCredentialUpsertion,
 )
 from kafka.protocol.admin import (
@@ -116,6 +117,12 @@ class KafkaAdmin:
         with self._telling("give a password to", f"user {user!r}") as client:
             wanted = UserScramCredentialUpsertion(user, "SCRAM-SHA-512", password, iterations=SCRAM_ITERATIONS)
             if (refusal := client.alter_user_scram_credentials([wanted]).get(user)) is not None:
+                raise _RefusedError(kafka_errors.UnacceptableCredentialError.errno, refusal)
+
+    def remove_login(self, user: str, mechanism: str) -> None:
+        with self._telling("remove the login of", f"user {user!r}") as client:
+            unwanted = UserScramCredentialDeletion(user, mechanism)
+            if (refusal := client.alter_user_scram_credentials([unwanted]).get(user)) is not None:
                 raise _RefusedError(kafka_errors.UnacceptableCredentialError.errno, refusal)
 
     def create_acl(self, acl: Acl) -> None:

@@ -28,6 +28,7 @@ from draftloop.pipeline.stream.access_rules import (
     TOPIC_OPERATIONS,
     Acl,
     Cell,
+    Finding,
 )
 from draftloop.pipeline.stream.access_secrets import open_secrets
 from draftloop.pipeline.stream.access_spec import DEFAULT_FILE, AccessSpec, TopicState, load_spec, parse_spec
@@ -43,7 +44,8 @@ VERIFY_WITHIN_S = 60.0
 def packaged(**changes: Any) -> AccessSpec:
     """The packaged file under names of this module's own."""
     text = DEFAULT_FILE.read_text().replace("draftloop.", "acc.").replace("draftloop-", "acc-")
-    return parse_spec({**tomllib.loads(text), **changes}, "packaged")
+    admins = ["admin", "draftloop-auditor"]  # the session's own access lets the auditor DESCRIBE the cluster
+    return parse_spec({**tomllib.loads(text), "admins": admins, **changes}, "packaged")
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Place:
         return access.plan(spec, self.cluster, open_secrets(spec, self.home, self.admin))
 
     def verify(self, spec: AccessSpec | None = None) -> access.Matrix:
-        return access.verify(spec or self.spec, self.client)
+        return access.verify(spec or self.spec, self.client, cluster=self.cluster)
 
     def client(self, principal: str) -> KafkaConfig:
         return read_client(self.home / "clients" / f"{principal}.toml")
@@ -188,7 +190,7 @@ def test_trying_leaves_no_trace_even_with_every_right_there_is(place: Place) -> 
     place.apply(mighty)
     try:
         state, before = place.state(), offsets(place.admin, topics)
-        matrix = place.verify(mighty)
+        matrix = access.verify(mighty, place.client)  # the packaged file's principals are there, and extra
         assert matrix.surprises == ()
         denied = {cell.topic for cell in matrix.cells if cell.observed == "denied"}
         assert denied == {"group:access-verify.foreign"}
@@ -197,14 +199,8 @@ def test_trying_leaves_no_trace_even_with_every_right_there_is(place: Place) -> 
         assert place.state() == state
         assert groups(place) == []
     finally:
-        from kafka.admin import KafkaAdminClient, UserScramCredentialDeletion
-
-        from draftloop.pipeline.stream.kafka_connect import client_options
-
-        for acl in place.plan().extra_acls:
-            place.cluster.delete_acl(acl)
-        with KafkaAdminClient(**client_options(place.admin)) as client:
-            client.alter_user_scram_credentials([UserScramCredentialDeletion("acc-mighty", "SCRAM-SHA-512")])
+        place.apply(prune=True)
+        assert "acc-mighty" not in place.state().users
         for file in place.home.rglob("acc-mighty.*"):
             file.unlink()
 
@@ -238,7 +234,15 @@ def test_the_tries_tell_what_real_reads_and_writes_meet(place: Place) -> None:
 
 
 def surprises(matrix: access.Matrix) -> list[tuple[str, str, str, str]]:
-    return [(cell.principal, cell.operation, cell.topic, cell.observed) for cell in matrix.surprises]
+    return [
+        (cell.principal, cell.operation, cell.topic, cell.observed)
+        for cell in matrix.surprises
+        if isinstance(cell, Cell)
+    ]
+
+
+def findings(matrix: access.Matrix) -> list[tuple[str, str]]:
+    return [(one.kind, one.what) for one in matrix.surprises if isinstance(one, Finding)]
 
 
 def test_an_acl_added_behind_our_back_is_a_surprise_in_exactly_its_cells_and_extra_in_the_plan(place: Place) -> None:
@@ -265,6 +269,53 @@ def test_a_right_for_everybody_is_seen_at_each_of_them(place: Place) -> None:
     assert {cell[1] for cell in seen} == {"DELETE", "DESCRIBE"}
 
 
+@pytest.mark.parametrize(
+    ("acl", "cell"),
+    [
+        (Acl("User:spy", "ALLOW", "READ", "topic", "acc.raw.", "prefixed"), ("spy", "READ", RAW)),
+        (Acl("User:spy", "ALLOW", "READ", "topic", "*", "literal", "10.9.8.7"), ("spy", "READ", RAW)),
+        (Acl("User:ANONYMOUS", "ALLOW", "WRITE", "topic", RAW, "literal"), ("ANONYMOUS", "WRITE", RAW)),
+        (Acl("User:spy", "ALLOW", "READ", "group", "acc.curator.", "prefixed"),
+         ("spy", "READ", "group:acc.curator.access-verify")),
+        (Acl("User:spy", "ALLOW", "ALTER", "cluster", "kafka-cluster", "literal"), ("spy", "ALTER", "cluster")),
+        (Acl("User:spy", "ALLOW", "CREATE_TOKENS", "user", "User:acc-hook", "literal"),
+         ("spy", "CREATE_TOKENS", "user:User:acc-hook")),
+    ],
+)  # fmt: skip
+def test_a_right_of_somebody_unknown_fails_verify(place: Place, acl: Acl, cell: tuple[str, str, str]) -> None:
+    place.cluster.create_acl(acl)
+    try:
+        eventually(lambda: acl in place.state().acls)
+        matrix = place.verify()
+        assert findings(matrix) == [("extra_acl", f"extra ACL that the access file does not have: {acl.text()}")]
+        assert surprises(matrix) == []
+        assert Cell(*cell, "denied", "allowed") in matrix.foreign
+        with pytest.raises(AccessSurpriseError, match="1 surprise"):
+            matrix.check()
+    finally:
+        place.cluster.delete_acl(acl)
+    eventually(lambda: acl not in place.state().acls)
+
+
+def test_unknown_users_and_settings_that_drifted_fail_verify_until_they_are_put_right(place: Place) -> None:
+    place.cluster.set_password("acc-old", "x" * 20)
+    place.cluster.set_configs(RAW, {"message.timestamp.type": "LogAppendTime"})
+    eventually(lambda: "acc-old" in place.state().users and bool(place.plan().configs))
+    assert findings(place.verify()) == [
+        ("extra_user", "user acc-old that the access file does not have"),
+        (
+            "drift",
+            f"changed since it was applied: topic {RAW}: message.timestamp.type LogAppendTime -> CreateTime",
+        ),
+    ]
+    assert place.apply(prune=True).acts == (
+        f"change topic {RAW}: message.timestamp.type LogAppendTime -> CreateTime",
+        "remove user acc-old (SCRAM-SHA-512)",
+    )
+    assert "acc-old" not in place.state().users
+    place.verify().check()
+
+
 def test_an_acl_that_went_missing_is_a_surprise_and_in_the_plan(place: Place) -> None:
     lost = Acl("User:acc-hook", "ALLOW", "WRITE", "topic", "acc.raw.", "prefixed")
     place.cluster.delete_acl(lost)
@@ -288,7 +339,10 @@ def test_a_wrong_password_is_an_error_cell_not_a_denial(place: Place) -> None:
     kept = file.read_bytes()
     try:
         file.write_text("not the password\n")
-        cells = [cell for cell in place.verify().cells if cell.principal == "acc-agent"]
+        matrix = place.verify()
+        cells = [cell for cell in matrix.cells if cell.principal == "acc-agent"]
+        assert len(matrix.surprises) == 1
+        assert findings(matrix)[0][1].startswith("acc-agent cannot log in: AuthenticationError: ")
         assert {cell.observed for cell in cells} == {"error: AuthenticationError"}
         assert len(cells) == 67
     finally:
@@ -434,7 +488,7 @@ def test_an_empty_cluster_is_brought_up_verified_and_every_act_is_on_its_audit_t
             secrets = open_secrets(spec, own_broker.home, admin)
             done = access.apply(spec, cluster, secrets, LogAudit(log))
             assert access.plan(spec, cluster, secrets).in_sync
-            matrix = access.verify(spec, own_broker.client)
+            matrix = access.verify(spec, own_broker.client, cluster=cluster)
         assert matrix.surprises == ()
         records = read_audit(log)
     finally:

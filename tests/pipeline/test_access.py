@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from draftloop.pipeline.stream.access_rules import (
     GROUP_OPERATIONS,
     TOPIC_OPERATIONS,
     Acl,
+    Cell,
+    Finding,
     expected_cells,
 )
 from draftloop.pipeline.stream.access_secrets import SecretFolder, open_secrets
@@ -37,6 +40,7 @@ from draftloop.pipeline.stream.access_spec import AccessSpec, TopicState, load_s
 from draftloop.pipeline.stream.audit import AUDIT_TOPIC, MemoryAudit
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client
 
+PRUNE = "`draftloop access apply --home HOME --access FILE --prune`"
 PRINCIPALS = ("hook", "curator", "trainer", "agent", "officer", "auditor")
 
 
@@ -81,7 +85,7 @@ class Stage:
         return access.plan(spec, self.cluster, open_secrets(spec, self.home, admin_config()))
 
     def verify(self, spec: AccessSpec) -> access.Matrix:
-        return access.verify(spec, self.client, connect=self.cluster.connect)
+        return access.verify(spec, self.client, connect=self.cluster.connect, cluster=self.cluster)
 
     def client(self, principal: str) -> KafkaConfig:
         return read_client(self.home / "clients" / f"{principal}.toml")
@@ -204,8 +208,8 @@ def test_the_expected_matrix_is_what_the_grants_say_one_by_one(spec: AccessSpec)
 def test_the_plan_of_an_empty_cluster_lists_everything(stage: Stage) -> None:
     found = stage.plan(spec_of())
     assert found.to_do == [
-        "create topic draftloop.raw.m: 2 partitions, 1 copies",
-        "create topic draftloop.audit: 1 partitions, 1 copies",
+        "create topic draftloop.raw.m: 2 partitions, 1 copy",
+        "create topic draftloop.audit: 1 partition, 1 copy",
         "create user draftloop-hook",
         "create user draftloop-reader",
         "write client file of draftloop-hook",
@@ -244,7 +248,7 @@ MISSING = Acl("User:draftloop-reader", "ALLOW", "READ", "topic", "draftloop.raw.
         (set_config("retention.ms", "1"), "change topic draftloop.raw.m: retention.ms 1 -> 259200000"),
         (set_config("retention.ms", None), "change topic draftloop.raw.m: retention.ms not set -> 259200000"),
         (set_config("retention.bytes", "9"), "change topic draftloop.raw.m: retention.bytes 9 -> not set"),
-        (lambda s: s.cluster.topics.pop("draftloop.raw.m"), "create topic draftloop.raw.m: 2 partitions, 1 copies"),
+        (lambda s: s.cluster.topics.pop("draftloop.raw.m"), "create topic draftloop.raw.m: 2 partitions, 1 copy"),
         (lambda s: s.cluster.passwords.pop("draftloop-hook"), "create user draftloop-hook"),
         (lambda s: s.cluster.delete_acl(MISSING), "add allow User:draftloop-reader READ on topic draftloop.raw.m"),
         (
@@ -254,36 +258,41 @@ MISSING = Acl("User:draftloop-reader", "ALLOW", "READ", "topic", "draftloop.raw.
         (lambda s: (s.home / "clients" / "draftloop-hook.toml").unlink(), "write client file of draftloop-hook"),
         (
             lambda s: s.password_file("draftloop-hook").unlink(),
-            "user draftloop-hook exists, its password does not: `draftloop access apply --rotate draftloop-hook`",
+            "user draftloop-hook exists in the cluster, its password is not here: copy secrets/draftloop-hook.password"
+            " from the home folder that made it, or"
+            " `draftloop access apply --home HOME --access FILE --rotate draftloop-hook` gives it a new one",
         ),
         (
             lambda s: s.cluster.create_topic("draftloop.old", TopicState(1, 1, {})),
             "extra topic: draftloop.old (not deleted by draftloop)",
         ),
-        (lambda s: s.cluster.set_password("draftloop-old", "x"), "extra user: draftloop-old (not deleted"),
+        (
+            lambda s: s.cluster.set_password("draftloop-old", "x"),
+            f"extra user: draftloop-old\n{PRUNE} removes 1 extra user",
+        ),
         (
             foreign(MISSING._replace(principal="User:draftloop-hook")),
-            "extra ACL: allow User:draftloop-hook READ on topic draftloop.raw.m (`apply --prune` removes it)",
+            f"extra ACL: allow User:draftloop-hook READ on topic draftloop.raw.m\n{PRUNE} removes 1 extra ACL",
         ),
         (
             foreign(Acl("User:spy", "ALLOW", "READ", "topic", "draft", "prefixed")),
-            "extra ACL: allow User:spy READ on topic draft* (",
+            "extra ACL: allow User:spy READ on topic draft*\n",
         ),
         (
             foreign(Acl("User:spy", "ALLOW", "ALL", "topic", "*", "literal", "10.0.0.1")),
-            "extra ACL: allow User:spy ALL on topic * from 10.0.0.1 (",
+            "extra ACL: allow User:spy ALL on topic * from 10.0.0.1\n",
         ),
         (
             foreign(Acl("User:draftloop-hook", "DENY", "WRITE", "topic", "draftloop.raw.m", "literal")),
-            "extra ACL: deny User:draftloop-hook WRITE on topic draftloop.raw.m (",
+            "extra ACL: deny User:draftloop-hook WRITE on topic draftloop.raw.m\n",
         ),
         (
             foreign(Acl("User:*", "ALLOW", "ALTER", "cluster", "kafka-cluster", "literal")),
-            "extra ACL: allow User:* ALTER on cluster (",
+            "extra ACL: allow User:* ALTER on cluster\n",
         ),
         (
             foreign(Acl("User:draftloop-hook", "ALLOW", "WRITE", "transactional_id", "x", "literal")),
-            "extra ACL: allow User:draftloop-hook WRITE on transactional_id x (",
+            "extra ACL: allow User:draftloop-hook WRITE on transactional_id x\n",
         ),
     ],
 )
@@ -293,14 +302,18 @@ def test_each_kind_of_difference_is_told(stage: Stage, damage: Callable[[Stage],
     damage(stage)
     text = stage.plan(spec).text()
     assert text.startswith(told), text
-    assert len(text.splitlines()) == 1
+    assert len(text.splitlines()) == 1 + ("--prune" in text)
+    assert not stage.plan(spec).in_sync
 
 
 @pytest.mark.parametrize(
     "acl",
     [
         Acl("User:other", "ALLOW", "READ", "topic", "elsewhere.raw", "literal"),
-        Acl("User:other", "ALLOW", "ALTER", "cluster", "kafka-cluster", "literal"),
+        Acl("User:other", "ALLOW", "IDEMPOTENT_WRITE", "cluster", "kafka-cluster", "literal"),
+        Acl("User:other", "DENY", "ALL", "topic", "*", "literal"),
+        Acl("User:other", "ALLOW", "READ", "group", "elsewhere", "literal"),
+        Acl("User:other", "ALLOW", "CREATE_TOKENS", "user", "User:elsewhere", "literal"),
         Acl("User:*", "ALLOW", "READ", "topic", "elsewhere.", "prefixed"),
         Acl("User:admin", "ALLOW", "ALTER", "topic", "draftloop.", "prefixed"),
     ],
@@ -364,8 +377,44 @@ def test_a_user_without_its_password_is_told_until_it_is_rotated(stage: Stage) -
     stage.password_file("draftloop-hook").unlink()
     applied = stage.apply(spec)
     assert applied.acts == ()
-    assert "--rotate draftloop-hook" in applied.notes[0]
-    assert stage.apply(spec, rotate=["draftloop-hook"]).notes == ()
+    assert "`draftloop access apply --home HOME --access FILE --rotate draftloop-hook`" in applied.notes[0]
+    with pytest.raises(ConfigError, match="1 user without a client file"):
+        applied.check()
+    rotated = stage.apply(spec, rotate=["draftloop-hook"])
+    assert rotated.notes == ()
+    rotated.check()
+
+
+def test_a_second_home_gets_no_client_files_that_point_at_passwords_it_does_not_have(
+    stage: Stage, tmp_path: Path
+) -> None:
+    spec = spec_of()
+    stage.apply(spec)
+    second = Stage(tmp_path / "second")
+    second.cluster = stage.cluster
+    assert second.plan(spec).to_do == []
+    assert not second.plan(spec).in_sync
+    applied = second.apply(spec)
+    assert applied.acts == ()
+    assert applied.without_secret == ("draftloop-hook", "draftloop-reader")
+    assert not (second.home / "clients").exists()
+    assert not applied.text().startswith("nothing to do")
+    with pytest.raises(ConfigError) as refused:
+        applied.check()
+    assert refused.value.message == (
+        "2 users without a client file, the cluster knows passwords that are not here: draftloop-hook, draftloop-reader"
+    )
+    assert "copy secrets/NAME.password" in (refused.value.mend or "")
+
+    assert second.apply(spec, rotate=["draftloop-hook"]).acts == (
+        "rotate password of draftloop-hook",
+        "write client file of draftloop-hook",
+    )
+    shutil.copy(stage.password_file("draftloop-reader"), second.password_file("draftloop-reader"))
+    applied = second.apply(spec)
+    assert applied.acts == ("write client file of draftloop-reader",)
+    applied.check()
+    assert not second.verify(spec).surprises
 
 
 def test_a_lost_user_gets_back_the_password_that_is_kept(stage: Stage) -> None:
@@ -401,23 +450,70 @@ def test_a_crash_in_the_middle_of_a_rotation_loses_no_password(
     assert not stage.verify(spec).surprises
 
 
-def test_extra_acls_go_only_with_prune_and_extra_topics_and_users_never(stage: Stage) -> None:
+def test_extra_acls_and_users_go_only_with_prune_and_extra_topics_never(stage: Stage) -> None:
     spec = spec_of()
     stage.apply(spec)
     extra = Acl("User:draftloop-hook", "ALLOW", "READ", "topic", "draftloop.raw.", "prefixed")
     stage.cluster.create_acl(extra)
     stage.cluster.create_topic("draftloop.old", TopicState(1, 1, {}))
     stage.cluster.set_password("draftloop-old", "x")
-    assert stage.apply(spec).acts == ()
-    assert extra in stage.cluster.acls
-    applied = stage.apply(spec, prune=True)
-    assert applied.acts == ("remove allow User:draftloop-hook READ on topic draftloop.raw.*",)
-    assert applied.notes == (
-        "extra topic: draftloop.old (not deleted by draftloop)",
-        "extra user: draftloop-old (not deleted by draftloop)",
+    stage.cluster.set_password("other", "x")
+    told = stage.apply(spec)
+    assert told.acts == ()
+    assert told.text() == (
+        "all that the access file says is there; left to you:\n"
+        "extra ACL: allow User:draftloop-hook READ on topic draftloop.raw.*\n"
+        "extra topic: draftloop.old (not deleted by draftloop)\n"
+        "extra user: draftloop-old\n"
+        f"{PRUNE} removes 1 extra ACL and 1 extra user"
     )
-    assert "draftloop.old" in stage.cluster.topics
+    assert extra in stage.cluster.acls
     assert "draftloop-old" in stage.cluster.passwords
+    before = len(stage.audit.records)
+    applied = stage.apply(spec, prune=True)
+    assert applied.acts == (
+        "remove allow User:draftloop-hook READ on topic draftloop.raw.*",
+        "remove user draftloop-old (SCRAM-SHA-512)",
+    )
+    assert [(r.details["what"], r.subject, r.outcome) for r in stage.audit.records[before + 2 :]] == [
+        ("remove user draftloop-old (SCRAM-SHA-512)", "draftloop-old", outcome) for outcome in ("begun", "done")
+    ]
+    assert applied.notes == ("extra topic: draftloop.old (not deleted by draftloop)",)
+    assert "draftloop.old" in stage.cluster.topics
+    assert set(stage.cluster.passwords) == {"draftloop-hook", "draftloop-reader", "other"}
+
+
+def test_a_login_of_another_kind_of_one_of_our_users_is_an_extra_one(stage: Stage) -> None:
+    spec = spec_of()
+    stage.apply(spec)
+    state = stage.cluster.state("draftloop.")
+    both = state._replace(users={**state.users, "draftloop-hook": frozenset({"SCRAM-SHA-256", "SCRAM-SHA-512"})})
+    found = difference(spec, both)
+    assert found.extra == ["extra user: draftloop-hook (SCRAM-SHA-256)"]
+    assert found.extra_logins == (("draftloop-hook", "SCRAM-SHA-256"),)
+
+
+def test_a_right_of_others_on_the_whole_cluster_is_told_and_not_pruned(stage: Stage) -> None:
+    spec = spec_of()
+    stage.apply(spec)
+    foreign_acl = Acl("User:other", "ALLOW", "ALTER", "cluster", "kafka-cluster", "literal")
+    stage.cluster.create_acl(foreign_acl)
+    assert stage.apply(spec, prune=True).acts == ()
+    assert foreign_acl in stage.cluster.acls
+    told = (
+        "extra ACL: allow User:other ALTER on cluster (not removed by draftloop, it is on more than its topics:"
+        " remove it, or add the user to `admins`)"
+    )
+    assert stage.plan(spec).text() == told
+    assert not stage.plan(spec).in_sync
+    assert stage.plan(spec_of(admins=["admin", "other"])).in_sync
+
+
+def test_the_administrator_itself_is_never_extra(stage: Stage) -> None:
+    spec = spec_of(admins=[])
+    stage.apply(spec)
+    stage.cluster.create_acl(Acl("User:admin", "ALLOW", "ALL", "cluster", "kafka-cluster", "literal"))
+    assert stage.plan(spec).in_sync
 
 
 def test_an_acl_that_fails_is_named_and_the_next_apply_goes_on_from_there(
@@ -444,11 +540,18 @@ def test_an_acl_that_fails_is_named_and_the_next_apply_goes_on_from_there(
     assert len(stage.apply(spec).acts) == 1
 
 
-def test_nothing_is_done_when_something_is_impossible(stage: Stage) -> None:
+def test_nothing_is_done_when_something_is_impossible_and_each_thing_has_its_line(stage: Stage) -> None:
     stage.apply(spec_of())
-    fewer = spec_of(topics=[{"name": "draftloop.raw.{target}", "partitions": 1, "retention": "1h"}])
-    with pytest.raises(ConfigError, match="partitions can only grow; write 2"):
-        stage.apply(fewer)
+    topics = [{"name": "draftloop.raw.{target}", "partitions": 1, "retention": "1h"}]
+    with pytest.raises(ConfigError) as refused:
+        stage.apply(spec_of(topics=topics, replication=3))
+    assert refused.value.message.splitlines() == [
+        "the access file asks for what cannot be done:",
+        "  topic draftloop.raw.m has 1 copy, the file says 3: write 1, or move its partitions with Kafka's"
+        " kafka-reassign-partitions first",
+        "  topic draftloop.raw.m has 2 partitions, the file says 1: partitions can only grow; write 2, or make a"
+        " topic of another name",
+    ]
     assert difference(spec_of(), stage.cluster.state("draftloop.")).in_sync
 
 
@@ -585,40 +688,77 @@ def test_verify_tries_every_cell_and_finds_no_surprise_after_apply(stage: Stage)
     assert matrix.text().splitlines()[-1] == "402 cells tried, 0 surprises"
 
 
+def cells(matrix: access.Matrix) -> list[Cell]:
+    """The surprises that are cells."""
+    return [one for one in matrix.surprises if isinstance(one, Cell)]
+
+
 def test_a_right_too_many_and_one_too_few_are_named_cell_by_cell(stage: Stage) -> None:
     spec = spec_of()
     stage.apply(spec)
     stage.cluster.create_acl(Acl("User:draftloop-hook", "ALLOW", "READ", "topic", "draftloop.raw.", "prefixed"))
     stage.cluster.delete_acl(MISSING)
     matrix = stage.verify(spec)
-    assert [cell[:3] + cell[4:] for cell in matrix.surprises] == [
+    assert [(one.principal, one.operation, one.topic, one.observed) for one in cells(matrix)] == [
         ("draftloop-hook", "READ", "draftloop.raw.m", "allowed"),
         ("draftloop-reader", "READ", "draftloop.raw.m", "denied"),
         ("draftloop-reader", "DESCRIBE", "draftloop.raw.m", "denied"),
     ]
+    assert [one.kind for one in matrix.surprises if isinstance(one, Finding)] == ["extra_acl"]
     with pytest.raises(AccessSurpriseError) as surprise:
         matrix.check()
     assert "draftloop-hook READ draftloop.raw.m: expected denied, observed allowed" in surprise.value.message
     assert "draftloop-reader READ draftloop.raw.m: expected allowed, observed denied" in surprise.value.message
 
 
-def test_a_principal_that_cannot_log_in_has_error_cells_not_denials(stage: Stage) -> None:
-    spec = spec_of()
+def test_a_principal_that_cannot_log_in_is_one_surprise_with_its_own_mend(stage: Stage) -> None:
+    spec = spec_of(principals=[*small()["principals"], {"name": "draftloop-third"}])
     stage.apply(spec)
     stage.cluster.passwords["draftloop-hook"] = "another"
     (stage.home / "clients" / "draftloop-reader.toml").unlink()
-    observed = {(cell.principal, cell.observed) for cell in stage.verify(spec).cells}
-    assert observed == {
+    stage.password_file("draftloop-third").unlink()
+    matrix = stage.verify(spec)
+    assert {(cell.principal, cell.observed) for cell in matrix.cells} == {
         ("draftloop-hook", "error: AuthenticationError"),
         ("draftloop-reader", "error: ConfigError"),
+        ("draftloop-third", "error: ConfigError"),
     }
+    rotate = "`draftloop access apply --home HOME --access FILE --rotate"
+    third = stage.password_file("draftloop-third")
+    client = stage.home / "clients" / "draftloop-reader.toml"
+    found = [(one.what, one.mend) for one in matrix.surprises if isinstance(one, Finding)]
+    assert found[1][0].startswith("draftloop-reader cannot log in: ConfigError: ")
+    assert str(client) in found[1][0]
+    assert found == [
+        (
+            "draftloop-hook cannot log in: AuthenticationError: the cluster refuses draftloop-hook",
+            f"put the right password into {stage.password_file('draftloop-hook')}, or {rotate} draftloop-hook` gives"
+            " draftloop-hook a new password",
+        ),
+        (
+            found[1][0],
+            "`draftloop access apply --home HOME --access FILE` writes the client file of draftloop-reader",
+        ),
+        (
+            f"draftloop-third cannot log in: ConfigError: secret file {third} cannot be read: FileNotFoundError",
+            f"put the right password into {third}, or {rotate} draftloop-third` gives draftloop-third a new password",
+        ),
+    ]
+    assert len(matrix.surprises) == 3
+    assert matrix.text().splitlines()[:3] == [
+        f"draftloop-{name}: cannot log in, nothing tried" for name in ("hook", "reader", "third")
+    ]
+    assert len(matrix.text().splitlines()) == 3 + 3 + 1
+    with pytest.raises(AccessSurpriseError, match="3 surprises") as surprise:
+        matrix.check()
+    assert surprise.value.mend == "; ".join(one.mend for one in matrix.surprises if isinstance(one, Finding))
 
 
 def test_a_missing_topic_is_a_surprise(stage: Stage) -> None:
     spec = spec_of()
     stage.apply(spec)
     del stage.cluster.topics["draftloop.raw.m"]
-    assert {cell.observed for cell in stage.verify(spec).surprises} == {"error: UnknownTopicOrPartitionError"}
+    assert {cell.observed for cell in cells(stage.verify(spec))} == {"error: UnknownTopicOrPartitionError"}
 
 
 def test_no_broker_at_all_is_one_error_not_a_matrix_of_them(stage: Stage) -> None:
@@ -630,3 +770,128 @@ def test_no_broker_at_all_is_one_error_not_a_matrix_of_them(stage: Stage) -> Non
 
     with pytest.raises(BrokerUnreachableError):
         access.verify(spec, stage.client, connect=connect)
+
+
+# --- verify: what no principal's own tries show ---
+
+RAW_ACL = ("topic", "draftloop.raw.m", "literal")
+
+
+@pytest.mark.parametrize(
+    ("acl", "cell"),
+    [
+        (Acl("User:spy", "ALLOW", "READ", *RAW_ACL), ("spy", "READ", "draftloop.raw.m")),
+        (Acl("User:spy", "ALLOW", "READ", "topic", "draft", "prefixed"), ("spy", "READ", "draftloop.raw.m")),
+        (Acl("User:spy", "ALLOW", "READ", "topic", "draftloop.raw.", "prefixed"), ("spy", "READ", "draftloop.raw.m")),
+        (Acl("User:spy", "ALLOW", "READ", "topic", "*", "literal"), ("spy", "READ", "draftloop.audit")),
+        (Acl("User:spy", "ALLOW", "ALL", *RAW_ACL, "10.0.0.1"), ("spy", "DELETE", "draftloop.raw.m")),
+        (Acl("User:spy", "ALLOW", "READ", "topic", "draftloop.x", "literal"), ("spy", "READ", "draftloop.x")),
+        (Acl("User:spy", "ALLOW", "READ", "topic", "draftloop.x.", "prefixed"), ("spy", "READ", "draftloop.x.*")),
+        (Acl("User:ANONYMOUS", "ALLOW", "WRITE", *RAW_ACL), ("ANONYMOUS", "WRITE", "draftloop.raw.m")),
+        (Acl("User:*", "ALLOW", "DESCRIBE", *RAW_ACL), ("*", "DESCRIBE", "draftloop.raw.m")),
+        (Acl("User:draftloop-gone", "ALLOW", "READ", *RAW_ACL), ("draftloop-gone", "READ", "draftloop.raw.m")),
+        (Acl("User:spy", "ALLOW", "READ", "group", "*", "literal"), ("spy", "READ", "group:draftloop.g")),
+        (Acl("User:spy", "ALLOW", "READ", "group", "draftloop.", "prefixed"), ("spy", "READ", "group:draftloop.g")),
+        (Acl("User:spy", "ALLOW", "DELETE", "group", "outside.g", "literal"), ("spy", "DELETE", "group:outside.g")),
+        (Acl("User:spy", "ALLOW", "ALTER", "cluster", "kafka-cluster", "literal"), ("spy", "ALTER", "cluster")),
+        (Acl("User:spy", "ALLOW", "CLUSTER_ACTION", "cluster", "kafka-cluster", "literal"),
+         ("spy", "CLUSTER_ACTION", "cluster")),
+        (Acl("User:spy", "ALLOW", "CREATE_TOKENS", "user", "User:draftloop-hook", "literal"),
+         ("spy", "CREATE_TOKENS", "user:User:draftloop-hook")),
+        (Acl("User:spy", "ALLOW", "DESCRIBE", "delegation_token", "t", "literal"),
+         ("spy", "DESCRIBE", "delegation_token:t")),
+    ],
+)  # fmt: skip
+def test_a_right_of_anybody_outside_the_file_fails_verify(stage: Stage, acl: Acl, cell: tuple[str, str, str]) -> None:
+    grants = [
+        {"allow": ["READ"], "group": "draftloop.g"},
+        {"allow": ["READ"], "group": "outside.g"},
+    ]
+    spec = spec_of(principals=[{"name": "draftloop-reader", "acls": grants}])
+    stage.apply(spec)
+    stage.verify(spec).check()
+    stage.cluster.create_acl(acl)
+    matrix = stage.verify(spec)
+    assert Cell(*cell, "denied", "allowed") in matrix.foreign
+    (found,) = [one for one in matrix.surprises if isinstance(one, Finding)]
+    assert (found.kind, found.what) == ("extra_acl", f"extra ACL that the access file does not have: {acl.text()}")
+    with pytest.raises(AccessSurpriseError) as surprise:
+        matrix.check()
+    assert acl.text() in surprise.value.message
+    told = matrix.to_dict()
+    assert (
+        dict(zip(("principal", "operation", "topic"), cell, strict=True), expected="denied", observed="allowed")
+        in (told["cells"])
+    )
+    assert all(set(one) == {"principal", "operation", "topic", "expected", "observed"} for one in told["cells"])
+    assert {"kind": "extra_acl", "what": found.what, "mend": found.mend} in told["surprises"]
+    assert f"SURPRISE {found.what}" in matrix.text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "told"),
+    [
+        (
+            foreign(Acl("User:draftloop-hook", "DENY", "WRITE", "topic", "draftloop.other", "literal")),
+            "denying_acl",
+            "denying ACL that the access file does not have: deny User:draftloop-hook WRITE on topic draftloop.other",
+        ),
+        (
+            foreign(Acl("User:*", "DENY", "ALL", "topic", "draftloop.other", "literal")),
+            "denying_acl",
+            "denying ACL that the access file does not have: deny User:* ALL on topic draftloop.other",
+        ),
+        (
+            lambda s: s.cluster.set_password("draftloop-old", "x"),
+            "extra_user",
+            "user draftloop-old that the access file does not have",
+        ),
+        (
+            set_config("retention.ms", "-1"),
+            "drift",
+            "changed since it was applied: topic draftloop.raw.m: retention.ms -1 -> 259200000",
+        ),
+        (
+            set_config("message.timestamp.type", "LogAppendTime"),
+            "drift",
+            "changed since it was applied: topic draftloop.raw.m: message.timestamp.type LogAppendTime -> CreateTime",
+        ),
+        (
+            change_topic(replication=3),
+            "drift",
+            "topic draftloop.raw.m has 3 copies, the file says 1: write 3, or move its partitions with Kafka's"
+            " kafka-reassign-partitions first",
+        ),
+        (
+            lambda s: s.cluster.set_quota("draftloop-hook", {"producer_byte_rate": 1.0}),
+            "drift",
+            "changed since it was applied: draftloop-hook: producer_byte_rate 1 -> not set",
+        ),
+    ],
+)
+def test_what_the_file_does_not_say_fails_verify(
+    stage: Stage, damage: Callable[[Stage], Any], kind: str, told: str
+) -> None:
+    spec = spec_of()
+    stage.apply(spec)
+    damage(stage)
+    matrix = stage.verify(spec)
+    assert [(one.kind, one.what) for one in matrix.surprises if isinstance(one, Finding)] == [(kind, told)]
+    with pytest.raises(AccessSurpriseError, match="1 surprise:"):
+        matrix.check()
+
+
+def test_rights_of_admins_and_of_others_elsewhere_and_extra_topics_do_not_fail_verify(stage: Stage) -> None:
+    spec = spec_of(admins=["admin", "ops"])
+    stage.apply(spec)
+    for acl in (
+        Acl("User:ops", "ALLOW", "ALL", "topic", "*", "literal"),
+        Acl("User:other", "ALLOW", "ALL", "topic", "elsewhere.", "prefixed"),
+        Acl("User:spy", "DENY", "ALL", *RAW_ACL),
+    ):
+        stage.cluster.create_acl(acl)
+    stage.cluster.create_topic("draftloop.old", TopicState(1, 1, {}))
+    matrix = stage.verify(spec)
+    matrix.check()
+    assert matrix.to_dict()["surprises"] == []
+    assert "note: extra topic draftloop.old, which the access file does not know" in matrix.text().splitlines()

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from draftloop.pipeline.config import Config
 from draftloop.pipeline.errors import ConfigError
 from draftloop.pipeline.stream.access_rules import Acl, allows
 from draftloop.pipeline.stream.access_spec import AccessSpec, TopicState, load_spec, parse_spec
+from draftloop.pipeline.stream.topics import slug
+from draftloop.pipeline.workspace import Workspace
 
 PRINCIPALS = ("hook", "curator", "trainer", "agent", "officer", "auditor")
 
@@ -118,17 +123,17 @@ def test_a_template_gives_a_topic_and_a_literal_acl_for_each_target() -> None:
         (small(targets=["m", "m"]), "target 'm' stands twice"),
         (small(topic_prefix="draftloop"), "topic_prefix 'draftloop' must end with '.'"),
         (small(min_insync_replicas=2), "min_insync_replicas is over replication 1"),
-        (with_topic(retention="3 days"), "topics.0.retention: a duration is a number and s, m, h or d"),
-        (with_topic(retention=72), "topics.0.retention: a duration"),
-        (with_topic(partitions=0), "topics.0.partitions"),
-        (with_topic(cleanup="shred"), "topics.0.cleanup"),
+        (with_topic(retention="3 days"), "retention: a duration is a number and s, m, h or d"),
+        (with_topic(retention=72), "topic 'draftloop.raw.{target}': retention: a duration"),
+        (with_topic(partitions=0), "topic 'draftloop.raw.{target}': partitions: "),
+        (with_topic(cleanup="shred"), "topic 'draftloop.raw.{target}': cleanup: "),
         (with_topic(cleanup="compact"), "cleanup compact has none"),
         (with_topic(max_ahead="forever"), "max_ahead"),
         (with_topic(name="draftloop.raw{target}"), "must be one whole part between dots"),
         (with_topic(name="draftloop.raw.*"), "topic 'draftloop.raw.*'"),
         (with_topic(name="other.raw"), "does not begin with topic_prefix 'draftloop.'"),
         (with_topic(configs={"retention.ms": "1"}), "retention.ms has a key of its own"),
-        (with_topic(extra=1), "topics.0.extra"),
+        (with_topic(extra=1), "topic 'draftloop.raw.{target}': unknown key 'extra'"),
         (with_grant(allow=["READ"]), "exactly one of topic"),
         (with_grant(allow=["READ"], topic="draftloop.audit", cluster=True), "exactly one of topic"),
         (with_grant(allow=[], topic="draftloop.audit"), "allow"),
@@ -157,6 +162,74 @@ def test_a_bad_access_file_is_refused_naming_what_is_wrong(values: dict[str, Any
     assert named in refused.value.message
     assert "mine.toml" in refused.value.message
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message", "mend"),
+    [
+        (
+            small(principals=[{"name": "draftloop-hook", "acls": [{"alow": ["READ"], "topic": "draftloop.audit"}]}]),
+            "principal 'draftloop-hook': ACL 1 of 1: unknown key 'alow', did you mean 'allow'?",
+            "known keys in acls: allow, topic, topic_prefix, group, group_prefix, cluster",
+        ),
+        (
+            small(topics=[{"name": "draftloop.raw.{target}", "partions": 1, "retention": "1h"}]),
+            "topic 'draftloop.raw.{target}': unknown key 'partions', did you mean 'partitions'?",
+            "known keys in topics: name, partitions, replication, min_insync_replicas, cleanup, retention, segment,"
+            " max_message_bytes, max_ahead, configs",
+        ),
+        (
+            small(topics=[{"nam": "draftloop.raw.x", "partitions": 1, "retention": "1h"}]),
+            "topic 1 of 1: unknown key 'nam', did you mean 'name'?",
+            None,
+        ),
+        (small(target=["m"]), "unknown key 'target', did you mean 'targets'?", "known keys: targets, topic_prefix,"),
+        (
+            small(targts=1, principals=[{"name": "draftloop-a", "quota": {"rate": 1}}]),
+            "principal 'draftloop-a': quota: unknown key 'rate'; unknown key 'targts', did you mean 'targets'?",
+            "known keys in quota: producer_byte_rate, consumer_byte_rate; known keys: targets,",
+        ),
+        (
+            small(topics=[{"name": "draftloop.raw.{target}", "retention": "1h"}]),
+            "topic 'draftloop.raw.{target}': 'partitions' is missing",
+            None,
+        ),
+        (
+            small(principals=[{"name": "draftloop-a"}, {"name": "draftloop-b", "acls": [{"allow": ["READ"]}]}]),
+            "principal 'draftloop-b': ACL 1 of 1: an ACL names exactly one of topic, topic_prefix, group, group_prefix"
+            " and cluster = true",
+            "`draftloop access example` prints a file that works, with every key explained",
+        ),
+        (
+            with_topic(cleanup="compact"),
+            "topic 'draftloop.raw.{target}': cleanup delete needs retention, cleanup",
+            None,
+        ),
+        (small(topics="many"), "topics: ", None),
+        (small(targets=["My_Llama.8B"]), "target 'My_Llama.8B': lower-case letters, digits and '-' only", None),
+    ],
+)
+def test_a_slip_is_told_by_the_names_in_the_file_the_misspelt_key_first(
+    values: dict[str, Any], message: str, mend: str | None
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_spec(values, "mine.toml")
+    assert refused.value.message.removeprefix("access file mine.toml: ").removeprefix("targets: ").startswith(message)
+    assert mend is None or (refused.value.mend or "").startswith(mend)
+
+
+@given(st.text())
+def test_a_target_that_is_refused_is_told_the_form_the_work_folder_gives_it(name: str) -> None:
+    given_name = f"/models/{name.replace('/', '')}x"
+    wanted = Workspace(Config.model_validate({"target": {"path": given_name}})).slug()
+    target = Path(given_name).name
+    if target == wanted:
+        assert parse_spec(small(targets=[target]), "test").targets == (target,)
+        return
+    with pytest.raises(ConfigError) as refused:
+        parse_spec(small(targets=[target]), "test")
+    assert refused.value.mend == f"write {wanted!r}"
+    assert slug(wanted) == wanted
 
 
 @pytest.mark.parametrize(
