@@ -20,6 +20,7 @@ POISON = frozenset({"undecodable", "newer_schema"})
 BATCH = 256  # entries an append
 MAX_BATCH_BYTES = 4 << 20
 MAX_GAP = 256  # offsets: poison records this near to each other are fetched by one read
+PAGE = 4096  # offsets marked in one piece of memory
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,26 +92,28 @@ class _Place(NamedTuple):
 
 
 def _poisoned(rejects: Iterable[Reject]) -> Iterator[_Place]:
-    for reason, partition, offset, _ in rejects:
-        if reason in POISON and partition is not None and offset is not None:  # rejects of a window have a place
-            yield _Place(partition, offset, reason)
+    for reject in rejects:
+        partition, offset = reject.partition, reject.offset
+        if reject.reason in POISON and partition is not None and offset is not None:  # rejects of a window have a place
+            yield _Place(partition, offset, reject.reason)
 
 
 class _Places:
-    """A set of offsets of a window, one byte each: it must not grow with a window's poison."""
+    """A set of offsets of a window, a bit each, in pages: neither much poison nor a long gap makes it large."""
 
     def __init__(self, window: Window) -> None:
-        self._start = {partition: window.start.get(partition, 0) for partition in window.stop}
-        self._marks = {partition: bytearray(stop - self._start[partition]) for partition, stop in window.stop.items()}
+        self._window = window
+        self._pages: dict[tuple[int, int], bytearray] = {}
 
     def __contains__(self, letter: DeadLetter) -> bool:
-        return bool(self._marks[letter.partition][letter.offset - self._start[letter.partition]])
+        page = self._pages.get((letter.partition, letter.offset // PAGE))
+        return page is not None and bool(page[letter.offset % PAGE // 8] & 1 << letter.offset % 8)
 
     def add(self, partition: int, offset: int) -> None:
         """Mark a place; one outside the window is none of ours."""
-        index = offset - self._start.get(partition, 0)
-        if 0 <= index < len(self._marks.get(partition, b"")):
-            self._marks[partition][index] = 1
+        if self._window.start.get(partition, 0) <= offset < self._window.stop.get(partition, 0):
+            page = self._pages.setdefault((partition, offset // PAGE), bytearray(PAGE // 8))
+            page[offset % PAGE // 8] |= 1 << offset % 8
 
 
 def _already(log: CaptureLog, window: Window, topic: str) -> _Places:
@@ -121,9 +124,14 @@ def _already(log: CaptureLog, window: Window, topic: str) -> _Places:
         for entry in log.read(topic, number, starts[number], stop):
             name, _, rest = entry.key.partition(b"/")
             partition, _, offset = rest.partition(b"/")
-            if name == window.topic.encode() and partition.isdigit() and offset.isdigit():
+            if name == window.topic.encode() and _is_number(partition) and _is_number(offset):
                 found.add(int(partition), int(offset))
     return found
+
+
+def _is_number(digits: bytes) -> bool:
+    """Whether it could be an offset, 64 bits at most: what anybody wrote there may be thousands of digits."""
+    return digits.isdigit() and len(digits) <= 19
 
 
 def _near(places: Iterable[_Place]) -> Iterator[list[_Place]]:

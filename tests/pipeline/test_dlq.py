@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from draftloop.pipeline.data.curate import Window
-from draftloop.pipeline.data.dlq import DeadLetter, dead_letter, poison, read_dead_letters
+from draftloop.pipeline.data.dlq import DeadLetter, _Places, dead_letter, poison, read_dead_letters
 from draftloop.pipeline.data.snapshot import Reject
 from draftloop.pipeline.errors import (
     AppendError,
@@ -112,6 +113,19 @@ def test_many_poison_records_far_apart_are_all_copied() -> None:
     assert [one.offset for one in there(log)] == offsets
 
 
+def test_neither_a_long_gap_nor_many_letters_take_much_memory() -> None:
+    places = _Places(Window(RAW, {0: 5}, {0: 2**60}))
+    tracemalloc.start()
+    for offset in (4, 5, 4095, 4096, 2**60 - 1, 2**60, *range(10_000, 300_000)):
+        places.add(0, offset)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 200_000
+    marked = [4, 5, 6, 4095, 4096, 4097, 9_999, 10_000, 299_999, 300_000, 2**60 - 1, 2**60]
+    found = [offset for offset in marked if letter(offset, "undecodable", None) in places]
+    assert found == [5, 4095, 4096, 10_000, 299_999, 2**60 - 1]
+
+
 def test_a_window_without_poison_does_not_touch_the_topic() -> None:
     log = MemoryLog()
     log.create_topic(RAW, num_partitions=1)
@@ -168,7 +182,16 @@ def test_letters_that_did_not_arrive_are_an_error_and_are_sent_the_next_time() -
 
 def test_a_foreign_entry_in_the_topic_stops_no_copying_and_is_told_by_its_place_to_readers() -> None:
     log = raw_log()
-    foreign = [b"a", f"{RAW}/0/x".encode(), f"{RAW}/7/3".encode(), f"{RAW}/0/999".encode()]
+    names = [
+        "a",
+        f"{RAW}/0/x",
+        f"{RAW}/7/3",
+        f"{RAW}/0/999",
+        f"{RAW}/0/{'9' * 5000}",
+        f"{RAW}/{'1' * 5000}/3",
+        f"{RAW}/0/",
+    ]
+    foreign = [name.encode() for name in names] + [f"{RAW}/0/".encode() + "³".encode(), b"", b"//"]
     log.append(DLQ, [LogEntry(key, b"not a letter") for key in foreign])
     assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
     with pytest.raises(UndecodableRecordError, match=rf"{DLQ} partition \d offset 0 is not a dead letter"):
