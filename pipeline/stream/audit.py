@@ -9,8 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from draftloop.pipeline.errors import UndecodableRecordError
-from draftloop.pipeline.stream.log import CaptureLog, LogEntry
+from draftloop.pipeline.stream.log import CaptureLog, LogEntry, StoredEntry
 
 AUDIT_TOPIC = "draftloop.audit"
 AUDIT_SCHEMA = 1
@@ -23,6 +22,7 @@ Act = Literal[
     "window.read",  # a training run reads captured requests
     "champion.promote",
     "champion.rollback",
+    "unreadable",  # no act: read_audit's word for an entry of the topic that is no audit record
 ]
 
 
@@ -84,18 +84,35 @@ def audited(
     tell("done", {})
 
 
+_WRONG = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
+
+
 def read_audit(log: CaptureLog) -> list[AuditRecord]:
-    """Every audit record still there, oldest first. Raises MissingTopicError, UndecodableRecordError."""
+    """Every audit record still there, oldest first. Raises MissingTopicError.
+
+    An entry that is none comes as a record of the act "unreadable" that names its place, and nothing of its bytes.
+    """
     found: list[tuple[int, int, int, AuditRecord]] = []
     starts = log.start_offsets(AUDIT_TOPIC)
     for partition, stop in log.end_offsets(AUDIT_TOPIC).items():
         for entry in log.read(AUDIT_TOPIC, partition, starts[partition], stop):
-            try:
-                record = msgspec.msgpack.decode(entry.value, type=AuditRecord)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                raise UndecodableRecordError(
-                    f"{AUDIT_TOPIC} partition {partition} offset {entry.offset} is not an audit record: {error}",
-                    mend="find out who else may write the audit topic: `draftloop access verify`",
-                ) from error
+            record = _record(entry)
             found.append((record.time_ms, partition, entry.offset, record))
     return [record for *_, record in sorted(found, key=lambda item: item[:3])]
+
+
+def _record(entry: StoredEntry) -> AuditRecord:
+    try:
+        record = msgspec.msgpack.decode(entry.value, type=AuditRecord)
+        if record.act != "unreadable":
+            return record
+    except _WRONG:
+        pass  # whoever wrote it must not hide what the others did
+    return AuditRecord(
+        time_ms=entry.time_ms,
+        act="unreadable",
+        outcome="failed",
+        by="unknown",
+        subject=AUDIT_TOPIC,
+        details={"partition": str(entry.partition), "offset": str(entry.offset)},
+    )

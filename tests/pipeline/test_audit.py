@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from draftloop.pipeline.audit_report import audit_lines, describe
+from draftloop.pipeline.config import load
 from draftloop.pipeline.errors import (
     BrokerUnreachableError,
     DraftloopError,
     MissingTopicError,
     StorageError,
-    UndecodableRecordError,
     VersionNotFoundError,
 )
 from draftloop.pipeline.registry.audited import AuditedRegistry
@@ -28,6 +30,7 @@ from draftloop.pipeline.stream.audit import (
 )
 from draftloop.pipeline.stream.audit_spool import SpooledAudit
 from draftloop.pipeline.stream.log import LogEntry, MemoryLog
+from draftloop.pipeline.workspace import Workspace
 
 
 class Breakable(MemoryLog):
@@ -89,11 +92,51 @@ def test_records_are_read_back_oldest_first() -> None:
     assert [record.subject for record in read_audit(log)] == ["a", "b", "c"]
 
 
-def test_a_foreign_entry_on_the_audit_topic_is_named_with_its_place() -> None:
+NO_RECORDS = {
+    "bytes": b"\xc1",
+    "nothing": b"",
+    "words": b"poke",
+    "another map": msgspec.msgpack.encode({"schema": 1}),
+    "an act of another": msgspec.msgpack.encode({**msgspec.to_builtins(line()), "act": "poke"}),
+    "a forged mark": msgspec.msgpack.encode(line("unreadable", subject="a look-alike")),
+    "no UTF-8": b"\x81\xa3act\xa1\xff",
+    "depth": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("value", NO_RECORDS.values(), ids=NO_RECORDS.keys())
+def test_an_entry_that_is_no_record_is_shown_by_its_place_among_the_others(value: bytes) -> None:
     log = Breakable()
-    log.append(AUDIT_TOPIC, [LogEntry(b"", b"\xc1")])
-    with pytest.raises(UndecodableRecordError, match=r"draftloop.audit partition 0 offset 0"):
-        read_audit(log)
+    LogAudit(log).record(line(subject="a", time_ms=0))
+    log.append(AUDIT_TOPIC, [LogEntry(b"", value)])
+    LogAudit(log).record(line(subject="b", time_ms=2**60))
+    details = {"partition": "0", "offset": "1"}
+    unreadable = AuditRecord(
+        time_ms=2, act="unreadable", outcome="failed", by="unknown", subject=AUDIT_TOPIC, details=details
+    )
+    assert read_audit(log) == [line(subject="a", time_ms=0), unreadable, line(subject="b", time_ms=2**60)]
+
+
+def test_the_report_lists_every_entry_and_says_how_many_are_no_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace(load([], [f"work='{tmp_path}'"]))
+    log = workspace.open_log()
+    log.append(AUDIT_TOPIC, [LogEntry(b"", b"CANARY"), LogEntry(b"", b"CANARY")])
+    LogAudit(log).record(line("window.read", subject="raw\x1b[2J\n", time_ms=2**60))
+    log.close()
+    lines = audit_lines(workspace)
+    assert [each["act"] for each in lines] == ["unreadable", "unreadable", "window.read"]
+    assert lines[2]["time"] == f"{2**60} ms"
+    said = capfd.readouterr().err
+    assert "2 entries of draftloop.audit are no audit records" in said
+    assert "draftloop access verify" in said
+    shown = describe(lines)
+    assert [each.isprintable() for each in shown.split("\n")] == [True, True, True]
+    assert r"raw\x1b[2J\n" in shown
+    assert "CANARY" not in shown + said + str(lines)
+    assert [each["act"] for each in audit_lines(workspace, act="window")] == ["window.read"]
+    assert "2 entries" in capfd.readouterr().err
 
 
 def test_without_an_audit_topic_nothing_is_recorded_and_it_is_said() -> None:
