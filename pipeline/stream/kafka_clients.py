@@ -33,7 +33,12 @@ _TRY_AGAIN = (kafka_errors.RetriableError, kafka_errors.UnknownBrokerIdError, Ru
 
 
 class Producer(KafkaProducer):  # type: ignore[misc]
-    """KafkaProducer that can be dropped with what it holds."""
+    """KafkaProducer that can be dropped with what it holds, and that its owner alone ends."""
+
+    def __init__(self, **configs: Any) -> None:
+        super().__init__(**configs)
+        # Its own way out would run before the hook's, which then needs a producer for what it still holds.
+        self._unregister_cleanup()
 
     def discard(self) -> None:
         """End it without sending what it may still hold; `close` waits for that, and fails where it takes too long."""
@@ -41,7 +46,6 @@ class Producer(KafkaProducer):  # type: ignore[misc]
         self._sender.join(CLOSE_S)  # a thread that waits for a frozen broker ends by itself at the request time-out
         if self._metrics:
             self._metrics.close()
-        self._unregister_cleanup()
         self._closed = True
 
 
