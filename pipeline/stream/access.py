@@ -20,7 +20,7 @@ from draftloop.pipeline.errors import (
     ConfigError,
     DraftloopError,
 )
-from draftloop.pipeline.stream.access_plan import FOREIGN_MEND, ClusterState, Plan, difference
+from draftloop.pipeline.stream.access_plan import FOREIGN_MEND, ClusterState, Plan, difference, mend_lost
 from draftloop.pipeline.stream.access_rules import Acl, Cell, Finding, Matrix, Probe, expected_cells, foreign_cells
 from draftloop.pipeline.stream.access_secrets import Secrets
 from draftloop.pipeline.stream.access_spec import AccessSpec, PrincipalSpec, TopicState, load_spec
@@ -108,9 +108,7 @@ class Applied(NamedTuple):
             raise ConfigError(
                 f"{counted(len(self.without_secret), 'user')} without a client file, the cluster knows passwords that"
                 f" are not here: {', '.join(self.without_secret)}",
-                mend="copy secrets/NAME.password from the home folder that made them and apply again, or "
-                + self.commands.line("apply", *(f"--rotate {name}" for name in self.without_secret))
-                + ", which cuts off whoever has the old ones",
+                mend=mend_lost(self.without_secret, self.commands),
             )
 
 
@@ -258,7 +256,7 @@ def _strays(found: Plan, commands: Commands) -> Iterator[Finding]:
         yield Finding(
             "denying_acl" if kind == "denying" else "extra_acl",
             f"{kind} ACL that the access file does not have: {acl.text()}",
-            f"{prune} removes extra ACLs",
+            f"{prune} removes extra ACLs and users",
         )
     for acl in found.foreign_acls:
         yield Finding(
@@ -267,7 +265,9 @@ def _strays(found: Plan, commands: Commands) -> Iterator[Finding]:
             f"{acl.principal}: {FOREIGN_MEND}",
         )
     for name in found.extra_users:
-        yield Finding("extra_user", f"user {name} that the access file does not have", f"{prune} removes extra users")
+        yield Finding(
+            "extra_user", f"user {name} that the access file does not have", f"{prune} removes extra ACLs and users"
+        )
     for change in (*found.partitions, *found.configs, *found.quotas):
         yield Finding("drift", f"changed since it was applied: {change.text()}", f"{again} puts it back")
     for line in found.impossible:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from draftloop.pipeline.stream.access_rules import ANYONE, Acl
@@ -97,7 +97,14 @@ class Plan(NamedTuple):
         ]
         return [
             *([f"{self.commands.line('apply', '--prune')} removes {' and '.join(prunable)}"] if prunable else []),
-            *(lost_password(name, self.commands) for name in self.without_secret),
+            *(
+                [
+                    f"in the cluster, with passwords that are not here: {', '.join(self.without_secret)};"
+                    f" {mend_lost(self.without_secret, self.commands)}"
+                ]
+                if self.without_secret
+                else []
+            ),
             *(["the access file has changed since it was applied last"] if self.file_changed and self.to_do else []),
         ]
 
@@ -133,12 +140,12 @@ class Plan(NamedTuple):
         return "\n".join(lines) if lines else "nothing to do: the cluster is as the access file says"
 
 
-def lost_password(name: str, commands: Commands) -> str:
-    """What is said of a user that is there while its password is not here."""
+def mend_lost(names: Sequence[str], commands: Commands) -> str:
+    """How users whose passwords are not here get them back."""
+    again = commands.line("apply", *(f"--rotate {name}" for name in names))
     return (
-        f"user {name} exists in the cluster, its password is not here: copy secrets/{name}.password from the home"
-        f" folder that made it, or {commands.line('apply', '--rotate', name)} gives it a new one, which cuts off"
-        " whoever has the old one"
+        "copy secrets/NAME.password from the home folder that made them and apply again, or"
+        f" {again} makes new ones, which cuts off whoever has the old ones"
     )
 
 

@@ -162,7 +162,7 @@ class Matrix(NamedTuple):
         rest = f"\n  and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         raise AccessSurpriseError(
             f"the cluster is not as the access file says, {counted(len(wrong), 'surprise')}:{named}{rest}",
-            mend="; ".join(self.mends[:MAX_NAMED]),
+            mend="\n        ".join(self.mends[:MAX_NAMED]),
         )
 
 

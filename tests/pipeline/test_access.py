@@ -258,9 +258,9 @@ MISSING = Acl("User:draftloop-reader", "ALLOW", "READ", "topic", "draftloop.raw.
         (lambda s: (s.home / "clients" / "draftloop-hook.toml").unlink(), "write client file of draftloop-hook"),
         (
             lambda s: s.password_file("draftloop-hook").unlink(),
-            "user draftloop-hook exists in the cluster, its password is not here: copy secrets/draftloop-hook.password"
-            " from the home folder that made it, or"
-            " `draftloop access apply --home HOME --access FILE --rotate draftloop-hook` gives it a new one",
+            "in the cluster, with passwords that are not here: draftloop-hook; copy secrets/NAME.password from the home"
+            " folder that made them and apply again, or"
+            " `draftloop access apply --home HOME --access FILE --rotate draftloop-hook` makes new ones",
         ),
         (
             lambda s: s.cluster.create_topic("draftloop.old", TopicState(1, 1, {})),
@@ -751,7 +751,7 @@ def test_a_principal_that_cannot_log_in_is_one_surprise_with_its_own_mend(stage:
     assert len(matrix.text().splitlines()) == 3 + 3 + 1
     with pytest.raises(AccessSurpriseError, match="3 surprises") as surprise:
         matrix.check()
-    assert surprise.value.mend == "; ".join(one.mend for one in matrix.surprises if isinstance(one, Finding))
+    assert surprise.value.mend == "\n        ".join(one.mend for one in matrix.surprises if isinstance(one, Finding))
 
 
 def test_a_missing_topic_is_a_surprise(stage: Stage) -> None:

@@ -227,7 +227,7 @@ def test_a_homes_verify_looks_beyond_the_tries(stage: Stage, own: Path) -> None:
         stage.cluster.create_acl(Acl("User:spy", "ALLOW", "READ", "topic", "draftloop.audit", "literal"))
         with pytest.raises(AccessSurpriseError, match="allow User:spy READ on topic") as surprise:
             site.verify(connect=stage.cluster.connect).check()
-    whole = f"`draftloop access apply --home {stage.home} --access {own} --prune` removes extra ACLs"
+    whole = f"`draftloop access apply --home {stage.home} --access {own} --prune` removes extra ACLs and users"
     assert surprise.value.mend == whole
 
 
