@@ -85,13 +85,17 @@ class CaptureHook:
         return drained
 
     def _offer(self, request: FinishedRequest) -> None:
-        decision = decide(self._policy, request.tenant, request.request_id)
-        if decision.consent is None:
-            self._outbox.refuse(f"policy:{decision.reason}")
+        try:
+            decision = decide(self._policy, request.tenant, request.request_id)
+            if decision.consent is None:
+                self._outbox.refuse(f"policy:{decision.reason}")
+                return
+            if self._outbox.would_refuse(request.least_bytes):  # packing is for what has a place
+                return
+            value = pack(request, decision.consent, self._target)
+        except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
+            self._outbox.refuse("invalid")
             return
-        if self._outbox.would_refuse(request.least_bytes):  # packing is for what has a place
-            return
-        value = pack(request, decision.consent, self._target)
         key = request.conversation_id.encode()
         if self._thread is None:
             self._start()
