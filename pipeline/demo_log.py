@@ -22,7 +22,6 @@ def demo_log(workspace: Workspace, screen: Screen) -> Iterator[tuple[Workspace, 
     if workspace.config.log.kind != "kafka" or kafka.bootstrap:
         yield workspace, workspace.open_log
         return
-    from draftloop.pipeline.stream.access import apply, verify
     from draftloop.pipeline.stream.access_site import open_site
     from draftloop.pipeline.stream.broker import LocalBroker
     from draftloop.pipeline.stream.kafka_log import KafkaLog
@@ -33,8 +32,8 @@ def demo_log(workspace: Workspace, screen: Screen) -> Iterator[tuple[Workspace, 
         state = broker.up(libs=None, on_wait=screen.say)
         screen.say(f"Kafka at {state.bootstrap}: TLS, SCRAM-SHA-512, nothing allowed without an ACL")
         with open_site(broker.home, None, targets=(workspace.slug(),)) as site:
-            acts = apply(site.spec, site.cluster, site.secrets, site.audit).acts
-            matrix = verify(site.spec, site.client)
+            acts = site.apply().acts
+            matrix = site.verify()
             matrix.check()
             screen.say(f"access: {len(acts)} changes, {len(matrix.cells)} acts tried as each principal, no surprise")
             hook, curator = site.client("draftloop-hook"), site.client("draftloop-curator")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from draftloop.pipeline.config import Config
 from draftloop.pipeline.errors import DraftloopError, ModelNotFoundError, StorageError
 from draftloop.pipeline.stream.audit import AUDIT_TOPIC, Audit
 from draftloop.pipeline.stream.log import CaptureLog
+from draftloop.pipeline.stream.topics import slug
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -61,8 +61,7 @@ class Workspace:
 
     def slug(self) -> str:
         """The target's name in topics: one topic a target model, because a drafter is trained for one target."""
-        slug = re.sub(r"[^a-z0-9-]+", "-", Path(self.config.target.path).name.lower()).strip("-")
-        return slug or "target"
+        return slug(Path(self.config.target.path).name)
 
     def raw_topic(self) -> str:
         """What the hooks write."""
