@@ -181,6 +181,7 @@ class KafkaAdmin:
         return {
             entry.entity[0].entity_name: {each.key: each.value for each in entry.values}
             for entry in answer.entries or []
+            if entry.entity[0].entity_name is not None  # the default of all users who have none of their own
         }
 
     @staticmethod

@@ -382,6 +382,22 @@ def test_quotas_topics_and_settings_are_as_the_file_says(place: Place) -> None:
     assert state.topics[RAW].configs["message.timestamp.after.max.ms"] == "3600000"
 
 
+def test_a_quota_of_all_other_users_is_none_of_ours(place: Place) -> None:
+    """A cluster's default quota has no user name."""
+    from kafka.protocol.admin import AlterClientQuotasRequest
+
+    def default(*, remove: bool) -> None:
+        change = ([("user", None)], [("producer_byte_rate", 1e9, remove)])
+        place.cluster._send(AlterClientQuotasRequest(entries=[change], validate_only=False))
+
+    default(remove=False)
+    try:
+        assert None not in place.state().quotas
+        assert place.plan().quotas == ()
+    finally:
+        default(remove=True)
+
+
 def test_quotas_that_drift_or_go_from_the_file_are_put_right(place: Place) -> None:
     place.cluster.set_quota("acc-hook", {"producer_byte_rate": 1.0, "consumer_byte_rate": 5.0})
     eventually(lambda: len(place.plan().quotas) == 2)
