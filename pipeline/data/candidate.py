@@ -21,8 +21,15 @@ if TYPE_CHECKING:
     from draftloop.pipeline.data.curate import CurateConfig, Reason, Window
 
 
+# Texts beyond these are no ids and labels: they would fill the index, the ledger and every row that quotes them.
+MAX_ID_BYTES = 512
+MAX_SLICES = 32
+MAX_SLICES_BYTES = 4096  # names and values together
+MAX_LABEL_CHARS = 64  # of a slice that old rows are spread over: all of its values are held at once
+
+
 class IndexEntry(NamedTuple):
-    """What is known of one offset of the window. Fields are None from where it was rejected on."""
+    """What is known of one offset of the window, or of a run of them. Fields are None from where it was rejected on."""
 
     partition: int
     offset: int
@@ -37,6 +44,7 @@ class IndexEntry(NamedTuple):
     conversation: str | None = None
     place: int | None = None
     size: int | None = None
+    count: int = 1  # offsets from `offset` on: over 1 only where the log has none of them
 
 
 class ParentRow(NamedTuple):
@@ -63,16 +71,19 @@ class Examiner:
         self._replay_salt = f"{config.split_salt}/replay"
 
     def window(self, log: CaptureLog, window: Window) -> Iterator[IndexEntry]:
-        """Every offset of the window once, ordered by partition and offset; rows of candidates go into the spill."""
+        """Every offset of the window once, ordered by partition and offset; rows of candidates go into the spill.
+
+        Offsets that follow each other and are not in the log are one entry: retention may have taken billions.
+        """
         for partition, stop in sorted(window.stop.items()):
             expected = window.start.get(partition, 0)
             for entry in log.read(window.topic, partition, expected, stop):
-                for offset in range(expected, entry.offset):
-                    yield IndexEntry(partition, offset, "missing")
+                if entry.offset > expected:
+                    yield IndexEntry(partition, expected, "missing", count=entry.offset - expected)
                 expected = entry.offset + 1
                 yield self._examined(entry)
-            for offset in range(expected, stop):
-                yield IndexEntry(partition, offset, "missing")
+            if stop > expected:
+                yield IndexEntry(partition, expected, "missing", count=stop - expected)
 
     def parent(self, carried: Snapshot) -> Iterator[ParentRow]:
         """Every row of the parent snapshot. Raises SnapshotError."""
@@ -85,7 +96,7 @@ class Examiner:
                     rank(self._order_salt, row.record_id),
                     _content(row),
                     rank(self._replay_salt, row.record_id),
-                    dict(row.slices).get(slice_key, ""),
+                    dict(row.slices).get(slice_key, "")[:MAX_LABEL_CHARS],
                     row.conversation_id,
                 )
 
@@ -101,7 +112,8 @@ class Examiner:
         digest = hashlib.sha256(entry.value).digest()
         reason = self._reason(record)
         if reason is not None:
-            return IndexEntry(entry.partition, entry.offset, reason, record.record_id, order, digest)
+            name = record.record_id if _num_bytes(record.record_id) <= MAX_ID_BYTES else None
+            return IndexEntry(entry.partition, entry.offset, reason, name, order, digest)
         config = self._config
         conversation = record.conversation_id
         side = SPLITS[is_heldout(config.split_salt, conversation, config.heldout_fraction)]
@@ -129,6 +141,8 @@ class Examiner:
             return "no_consent"
         if record.target != self._target:
             return "other_target"
+        if _is_oversize(record):
+            return "oversize_field"
         if record.finish_reason == "abort" and not config.train_on_aborted:
             return "aborted"
         logprobs = record.logprobs or b""
@@ -148,6 +162,24 @@ class Examiner:
         if logprobs and (len(logprobs) != 4 * num_output or not np.isfinite(np.frombuffer(logprobs, "<f4")).all()):
             return "logprobs_mismatch"
         return None
+
+
+def _is_oversize(record: CapturedRequest) -> bool:
+    """Whether a text that curation keeps is too long."""
+    names = (
+        record.record_id,
+        record.conversation_id,
+        record.tenant,
+        record.subject,
+        record.consent.policy_version,
+    )
+    if any(_num_bytes(name) > MAX_ID_BYTES for name in names) or len(record.slices) > MAX_SLICES:
+        return True
+    return sum(_num_bytes(name) + _num_bytes(value) for name, value in record.slices.items()) > MAX_SLICES_BYTES
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _row(record: CapturedRequest) -> PackedRow:

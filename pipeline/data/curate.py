@@ -48,6 +48,7 @@ Reason = Literal[
     "duplicate_record",  # the same record id again: a redelivery
     "no_consent",  # kept for another purpose than training
     "other_target",
+    "oversize_field",  # an id over 512 bytes, or slices over 32 or over 4 KiB together
     "aborted",
     "no_prompt",
     "no_output",
@@ -179,9 +180,9 @@ def curate(
     """Decide a window into train and held-out rows, replaying a share of the parent snapshot `carried`.
 
     What is kept on disk for the block lies in a staging folder in `beside` (where snapshots go), about as large as the
-    window. `on_progress(done, total)` is called every 256 entries and at the end. Raises InputError (window not in the
-    log), ConfigError (split rule changed since the parent), FingerprintMismatchError (parent of another target),
-    StorageError.
+    window. `on_progress(done, total)` is called about every 256 entries and at the end. Raises InputError (window not
+    in the log), ConfigError (split rule changed since the parent), FingerprintMismatchError (parent of another
+    target), StorageError.
     """
     from draftloop.pipeline.data.candidate import Examiner
     from draftloop.pipeline.data.curate_index import CurationIndex
@@ -257,9 +258,11 @@ def _check_parent(carried: Snapshot, fingerprint: Fingerprint, config: CurateCon
 
 
 def _counted(entries: Iterator[IndexEntry], total: int, on_progress: Progress | None) -> Iterator[IndexEntry]:
-    for done, entry in enumerate(entries, start=1):
+    done = 0
+    for entry in entries:
         yield entry
-        if on_progress is not None and (done % 256 == 0 or done == total):
+        before, done = done, done + entry.count
+        if on_progress is not None and (done // 256 > before // 256 or done == total):
             on_progress(done, total)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 8 << 20  # whichever comes first: rows of long contexts are a hundred times the usual size
+CACHED_CHARS = 256  # slices repeat or are long: the cache must not hold thousands of long ones
 ARROW_FILE = "data-00000-of-00001.arrow"
 
 
@@ -156,13 +157,22 @@ class _Pieces(io.RawIOBase):
         super().close()
 
 
-@functools.lru_cache(maxsize=4096)
 def _parsed(text: str) -> tuple[tuple[str, str], ...]:
+    return _parsed_short(text) if len(text) <= CACHED_CHARS else _parsed_short.__wrapped__(text)
+
+
+def _json(slices: tuple[tuple[str, str], ...]) -> str:
+    short = sum(len(name) + len(value) for name, value in slices) <= CACHED_CHARS
+    return _json_short(slices) if short else _json_short.__wrapped__(slices)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_short(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(json.loads(text).items()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _json(slices: tuple[tuple[str, str], ...]) -> str:
+def _json_short(slices: tuple[tuple[str, str], ...]) -> str:
     return json.dumps(dict(slices), sort_keys=True)
 
 

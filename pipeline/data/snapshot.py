@@ -43,12 +43,16 @@ class Row(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Why one entry did not become a row: its place in the log and its record id, where known; never any content."""
+    """Why an entry did not become a row: its place in the log and its record id, where known; never any content.
+
+    A run of entries that are gone from the log is one reject: `count` offsets, `offset` being the first.
+    """
 
     reason: str
     partition: int | None
     offset: int | None
     record_id: str | None
+    count: int = 1
 
 
 class PackedSplit(NamedTuple):
@@ -114,6 +118,9 @@ def publish_snapshot(
 ) -> Snapshot:
     """Write rows in memory as a snapshot; otherwise as `publish_packed`. Raises EmptySnapshotError, SnapshotError."""
     _require_disjoint(train, heldout)
+    rejected: Counter[str] = Counter()
+    for reject in rejects:
+        rejected[reject.reason] += reject.count
     splits: dict[Split, PackedSplit] = {
         split: PackedSplit(map(pack, rows), len(rows), len({row.conversation_id for row in rows}))
         for split, rows in zip(SPLITS, (train, heldout), strict=True)
@@ -122,7 +129,7 @@ def publish_snapshot(
         root,
         splits,
         rejects=sorted(rejects, key=_place),
-        rejected=dict(sorted(Counter(reject.reason for reject in rejects).items())),
+        rejected=dict(sorted(rejected.items())),
         fingerprint=fingerprint,
         source=source,
         rules=rules,
@@ -278,4 +285,7 @@ def _place(reject: Reject) -> tuple[int, int, str, str]:
 def _write_rejects(path: Path, rejects: Iterable[Reject]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         for reject in rejects:
-            stream.write(json.dumps(reject._asdict(), sort_keys=True) + "\n")
+            line = reject._asdict()
+            if reject.count == 1:
+                del line["count"]
+            stream.write(json.dumps(line, sort_keys=True) + "\n")

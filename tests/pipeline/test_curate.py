@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import struct
 import subprocess
@@ -350,7 +351,102 @@ def test_offsets_the_log_no_longer_has_are_counted_as_missing() -> None:
     curated = run(log)
     assert curated.counts["captured"] == 10
     assert curated.counts["rejected"] == {"missing": 4}
-    assert [reject.offset for reject in curated.rejects] == [0, 3, 4, 9]
+    assert curated.rejects == [
+        Reject("missing", 0, 0, None),
+        Reject("missing", 0, 3, None, 2),
+        Reject("missing", 0, 9, None),
+    ]
+
+
+class Sparse(MemoryLog):
+    """A log whose partition ends far behind its last entries; all others are gone."""
+
+    END = 2**50
+
+    def end_offsets(self, topic: str) -> Offsets:
+        return {0: self.END}
+
+    def read(self, topic: str, partition: int, start: int, stop: int) -> Iterator[StoredEntry]:
+        for index, entry in enumerate(super().read(topic, partition, 0, 1000)):
+            yield entry._replace(offset=self.END - 2 * (60 - index))
+
+
+def test_a_gap_of_any_length_is_one_line_of_the_ledger(tmp_path: Path) -> None:
+    log = Sparse()
+    log.create_topic(TOPIC, num_partitions=1)
+    log.append(TOPIC, [LogEntry(b"k", encode(record(index))) for index in range(60)])
+    seen: list[tuple[int, int]] = []
+    snapshot = published(tmp_path, log, on_progress=lambda done, total: seen.append((done, total)))
+    rejects = list(read_rejects(snapshot))
+    assert rejects[:2] == [Reject("missing", 0, 0, None, 2**50 - 120), Reject("missing", 0, 2**50 - 119, None)]
+    assert len(rejects) == 61
+    missing = sum(reject.count for reject in rejects)
+    assert snapshot.manifest["counts"]["rejected"] == {"missing": missing}
+    assert snapshot.manifest["source"]["captured"] == 2**50 == missing + snapshot.manifest["source"]["kept"]
+    assert seen[-1] == (2**50, 2**50)
+    assert len(seen) <= 3
+    lines = (snapshot.folder / "rejects.jsonl").read_text().splitlines()
+    assert [("count" in json.loads(line)) for line in lines] == [True] + 60 * [False]
+
+
+LIMITED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # just allowed, just not
+    ({"record_id": "i" * 512}, {"record_id": "i" * 513}),
+    ({"conversation_id": "ü" * 256}, {"conversation_id": "ü" * 257}),
+    ({"tenant": "t" * 512}, {"tenant": "t" * 513}),
+    ({"subject": "s" * 512}, {"subject": "s" * 513}),
+    (
+        {"consent": Consent(purpose="train", policy_version="p" * 512, basis="b")},
+        {"consent": Consent(purpose="train", policy_version="p" * 513, basis="b")},
+    ),
+    ({"slices": {f"{i}": "" for i in range(32)}}, {"slices": {f"{i}": "" for i in range(33)}}),
+    ({"slices": {"route": "x" * 4091}}, {"slices": {"route": "x" * 4092}}),
+    ({"slices": {"route": "x" * 2041, "ü": "ü" * 1024}}, {"slices": {"route": "x" * 2042, "ü": "ü" * 1024}}),
+]
+
+
+@pytest.mark.parametrize(("allowed", "refused"), LIMITED)
+def test_a_text_that_is_too_long_is_a_reason_of_its_own(allowed: dict[str, Any], refused: dict[str, Any]) -> None:
+    assert run_records([record(1, **allowed)]).counts["kept"] == 1
+    curated = run_records([record(1, **refused)])
+    assert curated.counts["rejected"] == {"oversize_field": 1}
+    (reject,) = curated.rejects
+    assert reject.record_id == (None if "record_id" in refused else "r-1")
+
+
+def test_permission_is_asked_before_sizes_and_no_long_id_enters_the_ledger() -> None:
+    denied = Consent(purpose="debug", policy_version="p1", basis="b")
+    curated = run_records([record(1, record_id="i" * 900_000, consent=denied)])
+    assert [(reject.reason, reject.record_id) for reject in curated.rejects] == [("no_consent", None)]
+
+
+CURATE_UNIQUE_SLICES = """
+import resource, sys, tempfile
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_curate as t
+class Log(t.MemoryLog):
+    def end_offsets(self, topic): return {0: int(sys.argv[1])}
+    def read(self, topic, partition, start, stop):
+        for index in range(start, stop):
+            item = t.record(index, slices={"route": f"{index:06d}" * 600})
+            yield t.StoredEntry(0, index, 1, b"", t.encode(item))
+log = Log()
+log.create_topic(t.TOPIC, num_partitions=1)
+with tempfile.TemporaryDirectory() as folder:
+    snapshot = t.published(Path(folder), log)
+    assert sum(snapshot.manifest["counts"]["rows"].values()) == int(sys.argv[1])
+    for row in snapshot.packed_rows("train"): pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_long_texts_that_never_repeat() -> None:
+    def peak_mb(count: int) -> int:
+        command = [sys.executable, "-c", CURATE_UNIQUE_SLICES, str(count), str(Path(__file__).parent)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    few, many = peak_mb(1500), peak_mb(7000)
+    assert many - few < 10, f"{few} MB, {many} MB"  # a cache of 4096 such texts takes 30
 
 
 def test_progress_ends_at_the_total() -> None:

@@ -90,7 +90,7 @@ def plain_curate(log: MemoryLog, window: Window, config: CurateConfig, parent: S
     for entry, record in decoded(log, window, rejects):
         found = checked(record, config)
         if isinstance(found, str):
-            rejects.append(Reject(found, entry.partition, entry.offset, record.record_id))
+            rejects.append(Reject(found, entry.partition, entry.offset, known_name(record)))
             continue
         held = is_heldout(config.split_salt, record.conversation_id, config.heldout_fraction)
         side = "heldout" if held else "train"
@@ -110,7 +110,9 @@ def plain_curate(log: MemoryLog, window: Window, config: CurateConfig, parent: S
     counts = {
         "captured": window.num_entries,
         "kept": len(kept),
-        "rejected": dict(sorted(Counter(reject.reason for reject in rejects).items())),
+        "rejected": dict(
+            sorted(Counter(name for reject in rejects for name in [reject.reason] * reject.count).items())
+        ),
         "carried": {side: len(rows) for side, rows in carried.items()},
     }
     source = {
@@ -133,7 +135,15 @@ def decoded(log: MemoryLog, window: Window, rejects: list[Reject]) -> Iterator[t
         there = {entry.offset: entry for entry in log.read(TOPIC, partition, window.start.get(partition, 0), stop)}
         for offset in range(window.start.get(partition, 0), stop):
             if offset not in there:
-                rejects.append(Reject("missing", partition, offset, None))
+                last = rejects[-1] if rejects else None
+                if (
+                    last is not None
+                    and (last.reason, last.partition) == ("missing", partition)
+                    and (last.offset is not None and last.offset + last.count == offset)
+                ):
+                    rejects[-1] = last._replace(count=last.count + 1)
+                else:
+                    rejects.append(Reject("missing", partition, offset, None))
                 continue
             entry = there[offset]
             try:
@@ -147,10 +157,14 @@ def decoded(log: MemoryLog, window: Window, rejects: list[Reject]) -> Iterator[t
             this = (hashlib.sha256(entry.value).digest(), entry, record)
             if (other := chosen.get(record.record_id)) is not None:
                 this, other = sorted((other, this), key=lambda item: item[0])
-                rejects.append(Reject("duplicate_record", other[1].partition, other[1].offset, record.record_id))
+                rejects.append(Reject("duplicate_record", other[1].partition, other[1].offset, known_name(record)))
             chosen[record.record_id] = this
     for _, entry, record in chosen.values():
         yield entry, record
+
+
+def known_name(record: CapturedRequest) -> str | None:
+    return record.record_id if len(record.record_id.encode()) <= 512 else None
 
 
 def checked(record: CapturedRequest, config: CurateConfig) -> Row | str:
@@ -158,6 +172,10 @@ def checked(record: CapturedRequest, config: CurateConfig) -> Row | str:
         return "no_consent"
     if record.target != FINGERPRINT.digest:
         return "other_target"
+    texts = [record.record_id, record.conversation_id, record.tenant, record.subject, record.consent.policy_version]
+    slices = [text for pair in record.slices.items() for text in pair]
+    if max(len(text.encode()) for text in texts) > 512 or len(slices) > 64 or len("".join(slices).encode()) > 4096:
+        return "oversize_field"
     if record.finish_reason == "abort" and not config.train_on_aborted:
         return "aborted"
     try:
@@ -212,7 +230,7 @@ def choose(
 def replay(rows: Sequence[Row], total: int, config: CurateConfig) -> list[Row]:
     by_slice: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: rank(f"{config.split_salt}/replay", row.record_id)):
-        by_slice[row.slices.get(config.replay_slice, "")].append(row)
+        by_slice[row.slices.get(config.replay_slice, "")[:64]].append(row)
     given_places = quotas({name: len(members) for name, members in by_slice.items()}, total)
     return [row for name, count in given_places.items() for row in by_slice[name][:count]]
 
@@ -230,23 +248,23 @@ def content(row: Row) -> bytes:
 
 
 class Gapped(MemoryLog):
-    """A log from which every seventh offset is gone."""
+    """A log from which some offsets are gone, alone and next to each other."""
 
     def read(self, topic: str, partition: int, start: int, stop: int) -> Iterator[StoredEntry]:
-        return (entry for entry in super().read(topic, partition, start, stop) if entry.offset % 7 != 3)
+        return (entry for entry in super().read(topic, partition, start, stop) if entry.offset % 7 not in (3, 4, 6))
 
 
-def record(number: int, **changes: Any) -> CapturedRequest:
+def record(number: int | str, **changes: Any) -> CapturedRequest:
     values: dict[str, Any] = {
         "record_id": f"r-{number}",
         "time_ms": 0,
-        "conversation_id": f"c-{number % 9}",
+        "conversation_id": f"c-{int(number) % 9}",
         "tenant": "acme",
         "subject": "s",
         "consent": Consent(purpose="train", policy_version="p1", basis="tenant-policy"),
         "target": FINGERPRINT.digest,
         "drafter_version": None,
-        "prompt_ids": pack_ids([number % 131, 3]),
+        "prompt_ids": pack_ids([int(number) % 131, 3]),
         "output_ids": pack_ids([4, 5]),
         "finish_reason": "stop",
         "sampling": Sampling(),
@@ -258,7 +276,7 @@ IDS = st.lists(st.integers(0, 133), max_size=6).map(pack_ids) | st.sampled_from(
 FEW = st.sampled_from([pack_ids([1]), pack_ids([1, 2]), pack_ids([2, 1, 3])])  # so that contents repeat
 RECORDS = st.builds(
     lambda number, **changes: encode(record(number, **changes)),
-    st.integers(0, 40),
+    st.integers(0, 40) | st.just("9" * 600),
     time_ms=st.integers(0, 3),
     conversation_id=st.integers(0, 30).map("c-{}".format) | st.text(max_size=3),
     tenant=st.sampled_from(["acme", "globex", "initech"]),
@@ -271,8 +289,10 @@ RECORDS = st.builds(
     output_ids=FEW | FEW | IDS,
     finish_reason=st.sampled_from(["stop", "stop", "length", "abort"]),
     sampling=st.floats(0, 2).map(lambda value: Sampling(temperature=value)),
+    subject=st.sampled_from(["s"] * 9 + ["x" * 512, "ü" * 257]),
     logprobs=st.none() | st.sampled_from([b"", pack_floats([-1.0, -0.5]), pack_floats([math.nan, 0.0]), b"\x00"]),
-    slices=st.dictionaries(st.sampled_from(["domain", "language", "Ü"]), st.sampled_from(["a", "b", "ß"]), max_size=2),
+    slices=st.dictionaries(st.sampled_from(["domain", "language", "Ü"]), st.sampled_from(["a", "b", "ß"]), max_size=2)
+    | st.sampled_from([{}, {"domain": "d" * 4091}, {"route": "r" * 4091}, {f"{index}": "" for index in range(33)}]),
 )
 ENTRIES = st.lists(
     RECORDS | RECORDS | RECORDS | st.sampled_from([b"\x93 no record", msgspec.msgpack.encode({"schema": 9})]),
@@ -297,7 +317,7 @@ PARENT_ROWS = st.lists(
         ),
         st.integers(0, 60),
         FEW,
-        st.dictionaries(st.just("domain"), st.sampled_from(["a", "b"]), max_size=1),
+        st.dictionaries(st.just("domain"), st.sampled_from(["a", "b", "z" * 64, "z" * 65]), max_size=1),
         st.sampled_from([0.0, 0.5]),
     ),
     min_size=1,
