@@ -2,7 +2,8 @@
 
 A job is a frozen window of offsets plus every setting that shapes its result; the key is the hash of those. Its stages
 write their output into the job's folder, marker last; a stage whose output is there is skipped. Offsets are committed
-last, so a kill anywhere repeats the job and the key makes the repeated stages no-ops.
+last, so a kill anywhere repeats the job and the key makes the repeated stages no-ops. A job whose window is not in the
+log any more is given up and planned anew, unless its snapshot is there: no later stage reads the log.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]  # becomes a folder's name
     topic: str
+    topic_id: str  # the offsets of a topic made anew count other entries
     start: dict[int, int]
     stop: dict[int, int]
     fingerprint: str
@@ -83,7 +85,7 @@ def run_once(
             artifact.sweep(folder)
         log = workspace.open_log()
         try:
-            plan = _unfinished(workspace, stages) or _new_plan(workspace, stages, log)
+            plan = _unfinished(workspace, stages, log, screen) or _new_plan(workspace, stages, log)
             if isinstance(plan, str):
                 screen.say(f"nothing to do: {plan}")
                 return RunResult("nothing-to-do", plan)
@@ -91,7 +93,7 @@ def run_once(
             artifact.sweep(folder)
             window = Window(plan.topic, plan.start, plan.stop)
             context = JobContext(plan.key, folder, window, plan.parent, plan.seed, log, screen)
-            return _run(workspace, stages, context, last, after_stage or (lambda name: None))
+            return _run(workspace, stages, plan, context, last, after_stage or (lambda name: None))
         except EmptySnapshotError:
             # Nothing in this window can be trained on: plan a wider one next time instead of failing on it for ever.
             _current(workspace).unlink(missing_ok=True)
@@ -101,7 +103,12 @@ def run_once(
 
 
 def _run(
-    workspace: Workspace, stages: Stages, context: JobContext, last: str | None, after_stage: Callable[[str], None]
+    workspace: Workspace,
+    stages: Stages,
+    plan: JobPlan,
+    context: JobContext,
+    last: str | None,
+    after_stage: Callable[[str], None],
 ) -> RunResult:
     outputs: dict[str, dict[str, Any]] = {}
     for name in STAGES:
@@ -112,7 +119,11 @@ def _run(
         if name == last:
             return RunResult("stopped", f"after {name}", context.key, context.folder, outputs)
     # The commit point: before it a kill repeats the job, after it the window is used up.
-    context.log.commit(GROUP, context.window.topic, context.window.stop)
+    lost = _lost(plan, context.log)
+    if lost is None:
+        context.log.commit(GROUP, plan.topic, plan.stop)
+    else:  # these offsets would use up entries that no job has seen
+        context.screen.say(f"job {plan.key}: no offsets to commit: {lost}")
     _current(workspace).unlink(missing_ok=True)
     after_stage("commit")
     outcome = "refused" if "promote" not in outputs else "promoted" if outputs["promote"]["promoted"] else "registered"
@@ -156,6 +167,18 @@ def _read_output(done: Path, name: str) -> dict[str, Any]:
     return output
 
 
+def _lost(plan: JobPlan, log: CaptureLog) -> str | None:
+    """Why the plan's window is not in the log any more; None where it is. Raises MissingTopicError."""
+    if log.topic_id(plan.topic) != plan.topic_id:
+        return f"topic {plan.topic!r} was made anew since it was planned"
+    ends = log.end_offsets(plan.topic)
+    for partition, stop in plan.stop.items():
+        if stop > ends.get(partition, 0):
+            there = f"ends at {ends[partition]}" if partition in ends else "is gone"
+            return f"it goes to offset {stop} of partition {partition} of {plan.topic!r}, which {there}"
+    return None
+
+
 def _is_at_hand(output: dict[str, Any]) -> bool:
     return "folder" not in output or artifact.is_complete(Path(output["folder"]))
 
@@ -164,8 +187,11 @@ def _current(workspace: Workspace) -> Path:
     return workspace.jobs / "current.json"
 
 
-def _unfinished(workspace: Workspace, stages: Stages) -> JobPlan | None:
-    """The plan a killed run left behind. Raises InputError, FingerprintMismatchError where it cannot go on."""
+def _unfinished(workspace: Workspace, stages: Stages, log: CaptureLog, screen: Screen) -> JobPlan | None:
+    """The plan a killed run left behind, if it can go on; given up where its window is lost.
+
+    Raises InputError, FingerprintMismatchError, MissingTopicError.
+    """
     current = _current(workspace)
     if not current.is_file():
         return None
@@ -177,11 +203,22 @@ def _unfinished(workspace: Workspace, stages: Stages) -> JobPlan | None:
             expected_of=f"unfinished job {plan.key}",
             found_of="the target given",
         )
-        return plan
     except msgspec.DecodeError as error:
         raise InputError(
             f"{current} is not a job plan: {error}", mend="remove the file; the window will be planned anew"
         ) from error
+    lost = _lost(plan, log)
+    if lost is None or _is_curated(workspace.jobs / plan.key):
+        return plan
+    screen.say(f"job {plan.key} is given up, nothing of it was committed, and a new one is planned: {lost}")
+    current.unlink()
+    return None
+
+
+def _is_curated(folder: Path) -> bool:
+    """Whether a job has its snapshot, or is past needing it."""
+    done = folder / "curate.json"
+    return (folder / "register.json").is_file() or (done.is_file() and _is_at_hand(_read_output(done, "curate")))
 
 
 def _new_plan(workspace: Workspace, stages: Stages, log: CaptureLog) -> JobPlan | str:
@@ -193,6 +230,7 @@ def _new_plan(workspace: Workspace, stages: Stages, log: CaptureLog) -> JobPlan 
     champion = stages.champion()
     settings = {
         "topic": topic,
+        "topic_id": log.topic_id(topic),
         "start": pending.start,
         "stop": pending.stop,
         "fingerprint": stages.fingerprint_digest(),

@@ -79,6 +79,10 @@ class KafkaLog:
             if topic["name"].startswith(self._config.topic_prefix) and not topic["is_internal"] and topic["partitions"]
         }
 
+    def topic_id(self, topic: str) -> str:
+        """As CaptureLog: the cluster's own id of the topic."""
+        return str(self._described(topic)["topic_id"])
+
     def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
         """As CaptureLog; on every in-sync replica when this returns, within `delivery_timeout_s` per 8 MiB.
 
@@ -161,23 +165,33 @@ class KafkaLog:
 
     # --- topics
 
-    def _count(self, topic: str) -> int | None:
-        """A topic's partitions, None where it is not there. Raises AccessDeniedError, InputError."""
+    def _seen(self, topic: str) -> Mapping[str, Any] | None:
+        """What the cluster says of a topic, None where it is not there. Raises AccessDeniedError, InputError."""
         resource = f"topic {topic!r}"
-        found = self._clients.ask("see", resource, lambda control: control.describe_topics([topic]))[0]
+        found: Mapping[str, Any] = self._clients.ask("see", resource, lambda control: control.describe_topics([topic]))[
+            0
+        ]
         code = found["error_code"]
         if code == _UNKNOWN_TOPIC:
             return None
         if code in (_NOT_ALLOWED, _BAD_TOPIC):
             error = kafka_errors.for_code(code)()
             raise translate(error, self._config, act="see", resource=resource) from error
-        return len(found["partitions"])
+        return found
+
+    def _count(self, topic: str) -> int | None:
+        """A topic's partitions, None where it is not there. Raises AccessDeniedError, InputError."""
+        found = self._seen(topic)
+        return None if found is None else len(found["partitions"])
+
+    def _described(self, topic: str) -> Mapping[str, Any]:
+        found = self._seen(topic)
+        if found is None:
+            raise unknown_topic(topic, list(self.topics()))
+        return found
 
     def _require(self, topic: str) -> int:
-        count = self._count(topic)
-        if count is None:
-            raise unknown_topic(topic, list(self.topics()))
-        return count
+        return len(self._described(topic)["partitions"])
 
     def _offsets(self, topic: str, spec: OffsetSpec) -> Offsets:
         places = {TopicPartition(topic, number): spec for number in range(self._require(topic))}

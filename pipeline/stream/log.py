@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -41,6 +42,9 @@ class CaptureLog(Protocol):
 
     def topics(self) -> dict[str, int]:
         """Topic -> number of partitions."""
+
+    def topic_id(self, topic: str) -> str:
+        """What a topic of that name made anew does not have in common with this one. Raises MissingTopicError."""
 
     def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
         """Append durably. Raises MissingTopicError, StorageError (nothing arrived), AppendError (tells what not)."""
@@ -94,6 +98,7 @@ class MemoryLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._topics: dict[str, list[list[StoredEntry]]] = {}
+        self._ids: dict[str, str] = {}
         self._committed: dict[tuple[str, str], Offsets] = {}
         self._clock_ms = 0
 
@@ -102,10 +107,16 @@ class MemoryLog:
             known = self._topics.get(topic)
             require_partitions(topic, num_partitions, None if known is None else len(known))
             self._topics.setdefault(topic, [[] for _ in range(num_partitions)])
+            self._ids.setdefault(topic, uuid.uuid4().hex)
 
     def topics(self) -> dict[str, int]:
         with self._lock:
             return {topic: len(partitions) for topic, partitions in self._topics.items()}
+
+    def topic_id(self, topic: str) -> str:
+        with self._lock:
+            self._partitions(topic)
+            return self._ids[topic]
 
     def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
         with self._lock:

@@ -85,6 +85,13 @@ class SqliteLog:
         with self._reading("list topics") as connection:
             return self._num_partitions(connection)
 
+    def topic_id(self, topic: str) -> str:
+        """As CaptureLog: the topic's number in this file, which has a number of its own."""
+        with self._reading("read the identity of a topic") as connection:
+            identity, _ = self._heads(connection, topic)
+            file = connection.execute("SELECT value FROM meta WHERE name = 'identity'").fetchone()
+        return f"{file[0] & 2**64 - 1 if file else 0:016x}-{identity}"
+
     def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
         """As CaptureLog: one transaction, on disk when this returns."""
         with self._writing("append") as connection:
@@ -159,7 +166,7 @@ class SqliteLog:
         if not tables:
             for statement in _TABLES:
                 connection.execute(statement)
-            connection.execute("INSERT INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
+            connection.execute("INSERT INTO meta VALUES ('schema', ?), ('identity', random())", (SCHEMA_VERSION,))
         connection.execute("COMMIT")
         if tables and "meta" not in tables:
             raise StorageError(f"{self._path} is a SQLite file of another program", mend="give the log its own file")

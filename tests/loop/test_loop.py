@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +17,32 @@ import pytest
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.config import load
+from draftloop.pipeline.data.curate import _check_window
 from draftloop.pipeline.errors import EmptySnapshotError, FingerprintMismatchError, InputError, LeaseHeldError
 from draftloop.pipeline.lease import lease
 from draftloop.pipeline.loop import GROUP, STAGES, run_once
 from draftloop.pipeline.registry.registry import Version
 from draftloop.pipeline.stages import JobContext
-from draftloop.pipeline.stream.log import LogEntry
+from draftloop.pipeline.stream.log import LogEntry, MemoryLog
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.workspace import Workspace
 
 QUIET = Screen(quiet=True)
 
 
+class Listening(Screen):
+    """A screen whose lines are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
 class RecordingStages:
-    """The stages' twin: writes down what ran, answers what it is told."""
+    """The stages' twin: writes down what ran, answers what it is told. Like the real one, curate needs its window."""
 
     def __init__(self, ledger: Path, *, passed: bool = True, promote: bool = True, fingerprint: str = "f" * 16) -> None:
         self.ledger = ledger
@@ -38,6 +53,8 @@ class RecordingStages:
     def run(self, name: str, context: JobContext, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         with self.ledger.open("a") as ledger:
             ledger.write(f"{name}\n")
+        if name == "curate":
+            _check_window(context.log, context.window)
         made = self.ledger.with_name(f"made-by-{name}")
         if name in ("curate", "train"):
             made.mkdir(exist_ok=True)
@@ -61,6 +78,13 @@ class RecordingStages:
         return self.ledger.read_text().split() if self.ledger.exists() else []
 
 
+class Interrupted(RecordingStages):
+    """Killed before anything was done."""
+
+    def run(self, name: str, context: JobContext, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+
 def workspace_with(tmp_path: Path, *, num_records: int) -> Workspace:
     workspace = Workspace(load([], [f"work='{tmp_path / 'work'}'", "loop.min_new_records=10"]))
     add_records(workspace, num_records)
@@ -71,6 +95,20 @@ def add_records(workspace: Workspace, num_records: int) -> None:
     log = workspace.open_log()
     log.append(workspace.raw_topic(), [LogEntry(str(index).encode(), b"x") for index in range(num_records)])
     log.close()
+
+
+def make_log_anew(workspace: Workspace, num_records: int) -> None:
+    """Another log with a topic of the same name, as after a deletion."""
+    for file in workspace.root.glob("capture.db*"):
+        file.unlink()
+    add_records(workspace, num_records)
+
+
+def cut_log(workspace: Workspace) -> None:
+    """The same topic with fewer entries, as from an older copy."""
+    with closing(sqlite3.connect(workspace.root / "capture.db")) as connection:
+        connection.execute("UPDATE partitions SET next_offset = next_offset / 2")
+        connection.commit()
 
 
 def committed(workspace: Workspace) -> int:
@@ -239,3 +277,89 @@ def test_a_run_removes_what_a_killed_run_left_half_written(tmp_path: Path) -> No
         folder.mkdir(parents=True)
     assert run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET).outcome == "promoted"
     assert not any(folder.exists() for folder in left)
+
+
+@pytest.mark.parametrize("num_new", [0, 5, 12, 40])
+def test_a_job_whose_topic_was_made_anew_is_given_up_and_planned_anew(tmp_path: Path, num_new: int) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    with pytest.raises(KeyboardInterrupt):
+        run_once(workspace, Interrupted(tmp_path / "ran"), QUIET)
+    plan = json.loads((workspace.jobs / "current.json").read_bytes())
+    make_log_anew(workspace, num_new)
+    screen = Listening()
+    stages = RecordingStages(tmp_path / "again")
+    result = run_once(workspace, stages, screen)
+    assert screen.said[0] == (
+        f"job {plan['key']} is given up, nothing of it was committed, and a new one is planned: "
+        f"topic {workspace.raw_topic()!r} was made anew since it was planned"
+    )
+    assert result.outcome == ("promoted" if num_new >= 10 else "nothing-to-do")
+    assert result.job_key != plan["key"]  # the same offsets of another topic are another job
+    assert committed(workspace) == (num_new if num_new >= 10 else 0)
+    add_records(workspace, 10)
+    assert run_once(workspace, stages, QUIET).outcome == "promoted"
+
+
+def test_a_job_whose_log_lost_its_end_is_given_up_and_planned_anew(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=40)
+    with pytest.raises(KeyboardInterrupt):
+        run_once(workspace, Interrupted(tmp_path / "ran"), QUIET)
+    cut_log(workspace)
+    screen = Listening()
+    assert run_once(workspace, RecordingStages(tmp_path / "again"), screen).outcome == "promoted"
+    assert re.search(
+        r"is given up, .* it goes to offset \d+ of partition 0 of '.*', which ends at \d+$", screen.said[0]
+    )
+    assert 10 <= committed(workspace) <= 20
+
+
+@pytest.mark.parametrize("last", ["curate", "train", "gate", "register"])
+def test_a_job_with_its_snapshot_goes_on_without_the_log_and_commits_nothing(tmp_path: Path, last: str) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stages = RecordingStages(tmp_path / "ran")
+    stopped = run_once(workspace, stages, QUIET, last=last)
+    make_log_anew(workspace, 30)
+    screen = Listening()
+    result = run_once(workspace, stages, screen)
+    assert (result.outcome, result.job_key) == ("promoted", stopped.job_key)
+    assert stages.ran() == list(STAGES)
+    assert screen.said[-1].startswith(f"job {stopped.job_key}: no offsets to commit: topic ")
+    assert committed(workspace) == 0
+    following = run_once(workspace, RecordingStages(tmp_path / "next"), QUIET)
+    assert (following.outcome, committed(workspace)) == ("promoted", 30)
+
+
+def test_a_job_whose_snapshot_is_gone_too_is_given_up(tmp_path: Path) -> None:
+    workspace = workspace_with(tmp_path, num_records=12)
+    stopped = run_once(workspace, RecordingStages(tmp_path / "ran"), QUIET, last="train")
+    make_log_anew(workspace, 12)
+    shutil.rmtree(tmp_path / "made-by-curate")
+    result = run_once(workspace, RecordingStages(tmp_path / "again"), QUIET)
+    assert (result.outcome, committed(workspace)) == ("promoted", 12)
+    assert result.job_key != stopped.job_key
+
+
+def test_a_topic_made_anew_while_a_job_runs_keeps_its_entries_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Workspace(load([], [f"work='{tmp_path / 'work'}'", "loop.min_new_records=10"]))
+    topic = workspace.raw_topic()
+    log = MemoryLog()
+
+    def make_anew(num_records: int) -> None:
+        log.__init__()  # type: ignore[misc]
+        log.create_topic(topic, num_partitions=1)
+        log.append(topic, [LogEntry(b"k", b"x")] * num_records)
+
+    class Meanwhile(RecordingStages):
+        def run(self, name: str, context: JobContext, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+            if name == "train":
+                make_anew(40)
+            return super().run(name, context, outputs)
+
+    make_anew(12)
+    monkeypatch.setattr(Workspace, "open_log", lambda workspace: log)
+    assert run_once(workspace, Meanwhile(tmp_path / "ran"), QUIET).outcome == "promoted"
+    assert log.committed(GROUP, topic) == {0: 0}
+    assert run_once(workspace, RecordingStages(tmp_path / "next"), QUIET).outcome == "promoted"
+    assert log.committed(GROUP, topic) == {0: 40}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +90,51 @@ def test_the_start_stays_where_it_is_while_entries_are_appended(place: Place) ->
     log, topic = place.log, place.topic
     log.append(topic, [LogEntry(b"k", b"1"), LogEntry(b"k", b"2")])
     assert log.start_offsets(topic) == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_topic_has_an_identity_of_its_own_that_stays(place: Place) -> None:
+    log, topic = place.log, place.topic
+    log.create_topic(place.other, num_partitions=3)
+    first = log.topic_id(topic)
+    assert first != log.topic_id(place.other)
+    log.append(topic, [LogEntry(b"k", b"v")])
+    log.commit(place.curator, topic, {0: 1})
+    log.create_topic(topic, num_partitions=3)
+    assert log.topic_id(topic) == first
+    with pytest.raises(MissingTopicError, match=f"no topic '{place.nowhere}'"):
+        log.topic_id(place.nowhere)
+
+
+def test_a_topic_made_anew_has_another_identity(place: Place, request: pytest.FixtureRequest) -> None:
+    log, topic = place.log, place.topic
+    first = log.topic_id(topic)
+    if isinstance(log, MemoryLog | SqliteLog):  # their topics go with the whole log only
+        log.close()
+        for file in request.getfixturevalue("tmp_path").glob("log.sqlite*"):
+            file.unlink()
+        anew = memory_log(request, "") if isinstance(log, MemoryLog) else sqlite_log(request, "")
+    else:
+        anew = log
+        delete_topic(request, topic)
+    anew.create_topic(topic, num_partitions=3)
+    second = anew.topic_id(topic)
+    anew.close()
+    assert second != first
+
+
+def delete_topic(request: pytest.FixtureRequest, topic: str) -> None:
+    from kafka import KafkaAdminClient
+
+    from draftloop.pipeline.stream.kafka_connect import client_options
+
+    admin = KafkaAdminClient(**client_options(request.getfixturevalue("admin")))
+    try:
+        admin.delete_topics([topic])
+        deadline = time.monotonic() + 20
+        while topic in admin.list_topics() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        admin.close()
 
 
 def test_creating_the_same_topic_again_keeps_its_entries(place: Place) -> None:
