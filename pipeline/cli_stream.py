@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftloop.pipeline.errors import AccessSurpriseError, BrokerError, ConfigError, LocalBrokerError
+from draftloop.pipeline.errors import AccessSurpriseError, ConfigError, DraftloopError, LocalBrokerError
 
 broker_app = typer.Typer(no_args_is_help=True, help="A real Apache Kafka on this machine, for development and tests.")
 access_app = typer.Typer(no_args_is_help=True, help="Topics, users, ACLs and quotas of a cluster, from one TOML.")
@@ -58,11 +58,11 @@ def broker_down(
     from draftloop.pipeline.stream.broker_audit import note
 
     broker = LocalBroker(home)
-    if broker.status()["running"]:
-        try:
+    try:
+        if broker.status()["running"]:
             note(home, "broker.stop", "begun")
-        except BrokerError as error:  # one that does not answer must still be stopped
-            typer.echo(f"the stop is not on the audit topic: {error.message}", err=True)
+    except DraftloopError as error:  # whatever is wrong with it or its files, it must still be stopped
+        typer.echo(f"the stop is not on the audit topic: {error.message}", err=True)
     stopped = broker.down(wait_s=wait_s)
     _answer({"stopped": stopped}, json_out, "stopped" if stopped else "it was not running")
 

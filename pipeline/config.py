@@ -22,10 +22,12 @@ from draftloop.serving_hooks.embedded.types import EngineConfig
 from draftloop.trainers.config import TrainConfig
 
 _SECRET = re.compile(r"password|passwd|secret|token(?!s)|credential|sasl|security", re.IGNORECASE)
+_NOTHING = re.compile(r"(?!)")
+_USERINFO = re.compile(r"://[^\s\"']*@")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class TargetConfig(_Section):
@@ -131,13 +133,37 @@ def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str]
         return Config.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = without_userinfo(".".join(str(part) for part in first["loc"]))
         mend = "see `draftloop config` for every key with its present value"
         if first["type"] == "extra_forbidden":
             mend = f"known keys here: {', '.join(known_keys(first['loc'][:-1]))}"
         # Not even an unknown key may bring its value into a message: it may be a password in the wrong place.
-        shown = "***" if _SECRET.search(key) else repr(first.get("input"))
-        raise ConfigError(f"setting {key} = {shown}: {first['msg']}", mend=mend) from None
+        hidden = _SECRET.search(key) or first["loc"] == ("log",) or first["loc"][:2] == ("log", "kafka")
+        told = "***" if hidden else repr(_masked(first.get("input"), _SECRET))
+        raise ConfigError(f"setting {key} = {told}: {without_userinfo(first['msg'])}", mend=mend) from None
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """Every setting as JSON takes it, fit for a screen or a report: secrets in odd places are left out."""
+    values: dict[str, Any] = _masked(config.model_dump(mode="json"), _NOTHING)
+    security = values["log"]["kafka"]["security"]
+    if security is not None and len(security["token_command"]) > 1:
+        security["token_command"] = [security["token_command"][0], "..."]
+    return values
+
+
+def without_userinfo(text: str) -> str:
+    """A text without what stands before the '@' of its URLs: `scheme://user:password@host` -> `scheme://***@host`."""
+    return _USERINFO.sub("://***@", text)
+
+
+def _masked(value: Any, hidden: re.Pattern[str]) -> Any:
+    """A value without logins in its URLs and without what lies under a key that matches `hidden`."""
+    if isinstance(value, dict):
+        return {key: "***" if hidden.search(str(key)) else _masked(item, hidden) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item, hidden) for item in value]
+    return without_userinfo(value) if isinstance(value, str) else value
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -174,13 +200,14 @@ def _read(file: Path) -> dict[str, Any]:
 def _parse_override(override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not key=value", mend="write e.g. train.epochs=3")
+        told = without_userinfo(override) if not equals else "=..."
+        raise ConfigError(f"override {told!r} is not key=value", mend="write e.g. train.epochs=3")
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         parsed = {"value": text}  # a bare word is a string
     if len(parsed) > 1:
-        raise ConfigError(f"override {override!r} holds more than one value", mend="give each its own key=value")
+        raise ConfigError(f"override of {key!r} holds more than one value", mend="give each its own key=value")
     value: Any = parsed["value"]
     for part in reversed(key.split(".")):
         value = {part: value}

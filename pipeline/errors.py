@@ -25,6 +25,7 @@ DraftloopError                      exit code 1
 │   │   └── ClientCertificateError  the broker wants a certificate of ours, or refuses the one it got
 │   ├── AuthenticationError         wrong password, unknown user, refused token
 │   ├── AccessDeniedError           an ACL is missing
+│   ├── ClockError                  a record's time is further ahead than the topic takes
 │   ├── WrongClusterError           the broker belongs to another cluster than the one pinned
 │   └── LocalBrokerError            a broker on this machine could not be started or stopped
 │       ├── JavaNotFoundError
@@ -186,6 +187,12 @@ class AccessDeniedError(BrokerError):
     """An ACL is missing: the message names principal, operation and resource."""
 
     reason = "access_denied"
+
+
+class ClockError(BrokerError):
+    """A record's time is further ahead than the topic takes: this machine's clock, or the broker's, is wrong."""
+
+    reason = "clock"
 
 
 class WrongClusterError(BrokerError):

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from draftloop.pipeline.errors import ConfigError, StorageError
 from draftloop.pipeline.stream.access_spec import AccessSpec, PrincipalSpec
-from draftloop.pipeline.stream.certificates import RENEW_DAYS, Authority, days_left, write_private
+from draftloop.pipeline.stream.certificates import RENEW_DAYS, Authority, days_left
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, read_secret, write_client
+from draftloop.pipeline.stream.private_files import write_private
 
 COMMAND_TIMEOUT_S = 60.0
 

@@ -22,8 +22,8 @@ from draftloop.pipeline.stream.access_spec import AccessSpec, load_spec
 from draftloop.pipeline.stream.access_words import Commands
 from draftloop.pipeline.stream.audit import Audit, LogAudit
 from draftloop.pipeline.stream.broker import LocalBroker
-from draftloop.pipeline.stream.certificates import write_private
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, read_client
+from draftloop.pipeline.stream.private_files import write_private
 
 REMEMBERED = "access.json"
 

@@ -28,11 +28,24 @@ from draftloop.pipeline.errors import (
     TlsError,
 )
 from draftloop.pipeline.lease import lease
-from draftloop.pipeline.stream.broker_home import MARKER, certified, certify, claim, cluster_of, readdress
+from draftloop.pipeline.stream.broker_home import (
+    MARKER,
+    Listeners,
+    certified,
+    certify,
+    claim,
+    cluster_of,
+    furnish,
+    readdress,
+    require_ours,
+)
 from draftloop.pipeline.stream.broker_jars import fetch, find_libs
 from draftloop.pipeline.stream.broker_java import (
+    FORMAT_MAIN,
+    KAFKA_MAIN,
     ProcessIdentity,
     find_java,
+    java_of,
     resident_mb,
     run_java,
     runs,
@@ -48,8 +61,8 @@ from draftloop.pipeline.stream.broker_settings import (
     properties_text,
     server_properties,
 )
-from draftloop.pipeline.stream.certificates import write_private
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, write_client
+from draftloop.pipeline.stream.private_files import make_private, not_ours, write_private
 
 __all__ = ["BrokerState", "LocalBroker", "fetch", "find_java", "find_libs"]
 
@@ -60,6 +73,8 @@ POLL_S = 0.1
 TELL_EVERY_S = 5.0
 ADMITTED_WITHIN_S = 15.0  # a password set is known to the login a moment later
 GIVE_UP_S = 2.0  # for a clean end of a broker that did not come up
+LET_GO_S = 5.0  # within which an `up` notices that its broker has ended
+LEFT_BEHIND_S = 10.0
 MAX_LOG_BYTES = 16 * 2**20
 QUOTED_LINES = 5
 _JVM_FLAGS = (
@@ -88,6 +103,10 @@ class BrokerState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def process(self) -> ProcessIdentity:
         return ProcessIdentity(self.pid, self.started)
+
+    @property
+    def listeners(self) -> Listeners:
+        return Listeners(self.cluster_id, self.bootstrap, self.mtls_bootstrap)
 
     @property
     def ports(self) -> Ports:
@@ -119,12 +138,21 @@ class LocalBroker:
                 ) from error
 
     def down(self, *, wait_s: float = 30) -> bool:
-        """Stop the broker; data, certificates and passwords stay. False: it did not run. Raises LocalBrokerError."""
+        """Stop whatever runs of this home, also what an `up` is starting or left behind; what it keeps stays.
+
+        False: nothing ran. Raises LocalBrokerError; LeaseHeldError where another process starts it all the while.
+        """
         if not (self.home / MARKER).exists():
             return False
-        with self._alone(time.monotonic() + wait_s):
-            state = self.state()
-            return state is not None and stop(state.process, wait_s=wait_s)
+        stopped: list[bool] = []
+
+        def stop_all() -> None:
+            stopped.extend(stop(process, wait_s=wait_s) for process in self._processes())
+
+        # An `up` that waits for its broker lets go of the home only when the broker ends.
+        with self._alone(time.monotonic() + wait_s + LET_GO_S, meanwhile=stop_all):
+            stop_all()
+        return any(stopped)
 
     def state(self) -> BrokerState | None:
         """What broker.json says, whether it runs or not; None where it was never started. Raises LocalBrokerError."""
@@ -136,7 +164,7 @@ class LocalBroker:
         except (OSError, msgspec.DecodeError) as error:
             raise LocalBrokerError(
                 f"{file} cannot be read: {error}",
-                mend="end the Java process of this home, if there is one, and delete the file; data and passwords stay",
+                mend=f"`draftloop broker down --home {self.home}`, then delete the file; data and passwords stay",
             ) from error
 
     def status(self) -> dict[str, Any]:
@@ -170,6 +198,7 @@ class LocalBroker:
         """The tls folder for a Kafka that something else starts, a container for one. Raises LocalBrokerError."""
         claim(self.home)
         with self._alone(time.monotonic()):
+            furnish(self.home)
             certify(self.home)
             certified(self.home, ADMIN_NAME, f"{HOST}:0")
         return self.home / "tls"
@@ -182,10 +211,11 @@ class LocalBroker:
         from draftloop.pipeline.stream.kafka_admin import KafkaAdmin
         from draftloop.pipeline.stream.kafka_connect import probe
 
+        require_ours(self.home)
         by_certificate = certified(self.home, ADMIN_NAME, mtls_bootstrap)
         cluster_id = probe(by_certificate).cluster_id
         file = self.home / "secrets" / f"{ADMIN_NAME}.password"
-        file.parent.mkdir(mode=0o700, exist_ok=True)
+        make_private(file.parent)
         if not file.exists():
             write_private(file, secrets.token_urlsafe(32).encode() + b"\n")
         security = KafkaSecurity(username=ADMIN_NAME, password_file=file, ca_file=self.home / "tls" / "ca.pem")
@@ -208,7 +238,8 @@ class LocalBroker:
         return config
 
     @contextmanager
-    def _alone(self, deadline: float) -> Iterator[None]:
+    def _alone(self, deadline: float, *, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """The home to ourselves for the block. meanwhile: done again and again while another has it."""
         while True:
             held = lease(self.home / MARKER, what="`draftloop broker`")
             try:
@@ -217,17 +248,41 @@ class LocalBroker:
             except LeaseHeldError:
                 if time.monotonic() > deadline:
                     raise
+                meanwhile()
                 time.sleep(POLL_S)
         try:
             yield
         finally:
             held.__exit__(None, None, None)
 
+    def _processes(self) -> list[ProcessIdentity]:
+        """All that runs of this home: what is known of, and what a start that was killed left before it was."""
+        found = java_of(self.home / "server.properties")
+        try:
+            # Whoever can write broker.json chooses which process of ours ends.
+            if not_ours(self.home) or not_ours(self.home / "broker.json"):
+                return found
+            state = self.state()
+        except FileNotFoundError:
+            return found
+        except LocalBrokerError:
+            if not found:
+                raise
+            return found
+        if state is not None and runs(state.process) and state.process not in found:
+            found.append(state.process)
+        return found
+
     def _up(self, libs: Path | None, deadline: float, tell: Tell) -> BrokerState:
         before = self.state()
+        furnish(self.home)
         if before is not None and runs(before.process):
+            readdress(self.home, before.listeners, tell)
             self._wait_until_ready(before, deadline, tell, offset=self._log_size())
             return before
+        for process in self._processes():
+            tell(f"stopping process {process.pid}, which a start that was killed left behind")
+            stop(process, wait_s=LEFT_BEHIND_S)
         jars = self._jars(before, libs)
         java = find_java(os.environ)
         ports = free_ports(before.ports if before else None)
@@ -239,9 +294,7 @@ class LocalBroker:
             self._log.replace(self._log.with_suffix(".log.1"))
         offset = self._log_size()
         crash = f"-XX:ErrorFile={str(self.home).replace('%', '%%')}/jvm-crash.log"
-        process = spawn_java(
-            java, [*_JVM_FLAGS, crash, "-cp", f"{jars}/*", "kafka.Kafka", str(properties)], log=self._log
-        )
+        process = spawn_java(java, [*_JVM_FLAGS, crash, "-cp", f"{jars}/*", KAFKA_MAIN, str(properties)], log=self._log)
         try:
             state = BrokerState(
                 pid=process.pid,
@@ -253,9 +306,7 @@ class LocalBroker:
                 libs=str(jars),
             )
             write_private(self.home / "broker.json", msgspec.json.encode(state))
-            if before is not None:
-                moved = {before.bootstrap: state.bootstrap, before.mtls_bootstrap: state.mtls_bootstrap}
-                readdress(self.home, moved)
+            readdress(self.home, state.listeners, tell)
             self._wait_until_ready(state, deadline, tell, offset=offset)
         except BaseException:
             stop(process, wait_s=GIVE_UP_S)
@@ -274,7 +325,7 @@ class LocalBroker:
         tell("formatting the data folder")
         # Kafka's own form of an id; a leading '-' would read as an option of its tools.
         cluster_id = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
-        arguments = ["kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster_id, "-c", str(properties)]
+        arguments = [FORMAT_MAIN, "format", "--ignore-formatted", "-t", cluster_id, "-c", str(properties)]
         done = run_java(java, [*_JVM_FLAGS, "-cp", f"{jars}/*", *arguments], timeout_s=FORMAT_TIMEOUT_S)
         if done.returncode:
             raise LocalBrokerError(

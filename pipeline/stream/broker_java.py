@@ -16,7 +16,10 @@ from typing import NamedTuple
 from draftloop.pipeline.errors import JavaNotFoundError, LocalBrokerError
 
 MIN_JAVA = 17
+KAFKA_MAIN = "kafka.Kafka"
+FORMAT_MAIN = "kafka.tools.StorageTool"
 KILLED_WAIT_S = 10.0  # after SIGKILL only the kernel is still at work
+_MAIN_CLASSES = {KAFKA_MAIN, FORMAT_MAIN}
 _JAVA_MEND = f"install a Java runtime of version {MIN_JAVA} or newer, or point $JAVA_HOME at one"
 # Java decodes file names by its locale; nothing else of our environment is its business.
 _ENVIRONMENT = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
@@ -112,6 +115,22 @@ def runs(process: ProcessIdentity) -> bool:
         _reap(process.pid)
         return False
     return True
+
+
+def java_of(settings: Path) -> list[ProcessIdentity]:
+    """Every Kafka or Kafka tool that runs on this very settings file, known to us or not."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().decode(errors="surrogateescape").rstrip("\0").split("\0")
+        except OSError:  # ended meanwhile
+            continue
+        if not _MAIN_CLASSES.isdisjoint(words) and os.path.realpath(words[-1]) == os.path.realpath(settings):
+            pid = int(file.parent.name)
+            started = started_at(pid)
+            if started is not None:
+                found.append(ProcessIdentity(pid, started))
+    return found
 
 
 def uptime_s(process: ProcessIdentity) -> float:

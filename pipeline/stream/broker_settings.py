@@ -11,7 +11,9 @@ from typing import NamedTuple
 from draftloop.pipeline.errors import LocalBrokerError
 
 HOST = "127.0.0.1"
-NODE_NAME = "broker"  # CN of the node's certificate
+# CN of the node's certificate, and with that a super user. Kafka takes ASCII only for a name that logs in by SCRAM: no
+# user of this name can be made that gets in.
+NODE_NAME = "broker\N{MIDDLE DOT}node"
 ADMIN_NAME = "admin"
 MAX_RECORD_BYTES = 4 * 2**20
 BATCH_OVERHEAD_BYTES = 64 * 2**10  # a batch's header and a record's own fields are counted too

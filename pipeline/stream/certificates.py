@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftloop.pipeline.errors import LocalBrokerError
+from draftloop.pipeline.stream.private_files import write_private
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -107,13 +107,16 @@ def days_left(file: Path) -> float:
     return max(0.0, left.total_seconds() / 86400)
 
 
-def write_private(file: Path, data: bytes) -> None:
-    """Write a file only its owner can read, whole or not at all."""
-    draft = file.with_name(f".{file.name}.draft")
-    draft.unlink(missing_ok=True)  # a left-over might have other rights
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-        stream.write(data)
-    draft.replace(file)
+def common_name(file: Path) -> str | None:
+    """Whom the first certificate in `file` names; None where there is none."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    try:
+        names = x509.load_pem_x509_certificate(file.read_bytes()).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except (OSError, ValueError):
+        return None
+    return str(names[0].value) if names else None
 
 
 def _signed(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
+import stat
 import subprocess
 import tomllib
 from pathlib import Path
@@ -13,13 +15,17 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from draftloop.pipeline.errors import AuthenticationError, ConfigError
+from draftloop.pipeline.stream.private_files import OTHERS_WRITE, make_private, write_private
 
 COMMAND_TIMEOUT_S = 30.0
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HOST = re.compile(r"[\w.-]+|\[?[0-9A-Fa-f:.]+(%[\w.-]+)?\]?")
 FORM = "docs/kafka.md shows the form; secrets are named by password_file or password_env, never written into it"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A value in the wrong place may be a password: pydantic is not to quote any.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class KafkaSecurity(_Section):
@@ -57,7 +63,9 @@ class KafkaSecurity(_Section):
         if self.encrypted and self.ca_file is None:
             raise ValueError(f"{self.protocol} needs ca_file, the CA to trust")
         if self.username is not None and set(self.username) & set(",="):
-            raise ValueError(f"username {self.username!r}: ',' and '=' cannot be used in a SCRAM name")
+            raise ValueError("username: ',' and '=' cannot be used in a SCRAM name")
+        if self.password_env is not None and not _VARIABLE.fullmatch(self.password_env):
+            raise ValueError("password_env is the name of an environment variable: letters, digits and '_' only")
         if self.logs_in and self.mechanism == "OAUTHBEARER" and not self.token_command:
             raise ValueError("OAUTHBEARER needs token_command")
         if self.logs_in and self.mechanism != "OAUTHBEARER":
@@ -118,10 +126,10 @@ class KafkaConfig(_Section):
 
     @model_validator(mode="after")
     def _plain_text_stays_here(self) -> KafkaConfig:
-        for address in self.bootstrap:
-            host, colon, port = address.rpartition(":")
-            if not colon or not host or not port.isdigit():
-                raise ValueError(f"bootstrap {address!r} is not host:port")
+        for number, address in enumerate(self.bootstrap, 1):
+            host, _, port = address.rpartition(":")
+            if not (_HOST.fullmatch(host) and port.isascii() and port.isdigit()):  # it may hold a password: not quoted
+                raise ValueError(f"bootstrap: address {number} is not host:port")
             if self.security is not None and not self.security.encrypted and not _is_loopback(host):
                 raise ValueError(f"{self.security.protocol} to {address}: without TLS only to this machine's loopback")
         return self
@@ -139,16 +147,28 @@ class KafkaConfig(_Section):
 
 
 def read_secret(file: Path) -> str:
-    """A secret's file without its last line break. Raises ConfigError."""
+    """A secret's file without its last line break. Raises ConfigError, also where others can write or read the file."""
     try:
-        value = file.read_text().rstrip("\r\n")
+        with file.open() as stream:
+            exposed = _exposed(os.fstat(stream.fileno()), os.fstatvfs(stream.fileno()).f_flag)
+            value = "" if exposed else stream.read().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"secret file {file} cannot be read: {type(error).__name__}", mend="check path and rights"
         ) from error
+    if exposed:
+        raise ConfigError(f"secret file {file} can be {exposed} by others", mend=f"chmod 600 {file}")
     if not value:
         raise ConfigError(f"secret file {file} is empty", mend="write the secret into it")
     return value
+
+
+def _exposed(found: os.stat_result, mount_flags: int) -> str | None:
+    """What others can do to a secret. Kubernetes and Docker mount secrets for all to read: root's, or read-only."""
+    if found.st_mode & OTHERS_WRITE:
+        return "written"
+    mounted = found.st_uid == 0 != os.geteuid() or mount_flags & os.ST_RDONLY
+    return "read" if found.st_mode & stat.S_IROTH and not mounted else None
 
 
 def read_client(file: Path) -> KafkaConfig:
@@ -173,7 +193,7 @@ def read_client(file: Path) -> KafkaConfig:
 
 
 def write_client(file: Path, config: KafkaConfig) -> None:
-    """A TOML layer that makes Kafka the log, for --config; readable by its owner only."""
+    """A TOML layer that makes Kafka the log, for --config; whole or not at all, for its owner only. Raises OSError."""
     lines = ["[log]", 'kind = "kafka"']
     values = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     security = values.pop("security", {})
@@ -181,9 +201,8 @@ def write_client(file: Path, config: KafkaConfig) -> None:
         # JSON's strings, numbers, booleans and lists are TOML's too.
         rows = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items())
         lines += ["", f"[{title}]", *rows]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-        stream.write("\n".join(lines) + "\n")
+    make_private(file.parent)
+    write_private(file, ("\n".join(lines) + "\n").encode())
 
 
 def _is_loopback(host: str) -> bool:

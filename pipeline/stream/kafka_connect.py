@@ -24,6 +24,7 @@ from draftloop.pipeline.errors import (
     AuthenticationError,
     BrokerError,
     BrokerUnreachableError,
+    ClockError,
     DraftloopError,
     InputError,
     MissingTopicError,
@@ -345,6 +346,15 @@ def translate(error: BaseException, config: KafkaConfig, *, act: str, resource: 
     if isinstance(error, _TOO_LARGE):
         return RecordTooLargeError(
             f"a record is over the limit of {resource}", mend="raise the topic's max.message.bytes, or send less"
+        )
+    # Of several in one batch kafka-python tells only in a text what is wrong with them.
+    if isinstance(error, kafka_errors.InvalidTimestampError) or (
+        isinstance(error, kafka_errors.InvalidRecordError) and "timestamp" in str(error).lower()
+    ):
+        return ClockError(
+            f"could not {act} {resource}: a record's time is further ahead of the broker's clock than the topic takes",
+            mend="set this machine's clock and the broker's (`timedatectl`); a topic takes what is max_ahead ahead"
+            " in the access file",
         )
     if isinstance(error, _GROUP_IN_USE):
         return BrokerError(

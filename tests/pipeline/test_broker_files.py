@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,19 +20,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftloop.pipeline.errors import JavaNotFoundError, KafkaJarsNotFoundError, LocalBrokerError
+from draftloop.pipeline.lease import lease
 from draftloop.pipeline.stream import broker_jars
 from draftloop.pipeline.stream.broker import BrokerState, LocalBroker, fetch, find_java, find_libs
-from draftloop.pipeline.stream.broker_home import MARKER, claim, cluster_of, readdress
-from draftloop.pipeline.stream.broker_java import ProcessIdentity, runs, spawn_java, started_at, stop
+from draftloop.pipeline.stream.broker_home import MARKER, Listeners, claim, cluster_of, furnish, readdress
+from draftloop.pipeline.stream.broker_java import ProcessIdentity, java_of, runs, spawn_java, started_at, stop
 from draftloop.pipeline.stream.broker_settings import (
+    NODE_NAME,
     PORT_RANGE,
     Ports,
     free_ports,
     properties_text,
     server_properties,
 )
-from draftloop.pipeline.stream.certificates import write_private
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, write_client
+from draftloop.pipeline.stream.private_files import write_private
 
 DEPLOY = Path(__file__).parents[2] / "configs" / "deploy"
 
@@ -73,7 +76,8 @@ def test_every_listener_authenticates_and_nothing_is_allowed_without_an_acl() ->
     assert settings["sasl.enabled.mechanisms"] == "SCRAM-SHA-512"
     assert settings["authorizer.class.name"].endswith(".StandardAuthorizer")
     assert settings["allow.everyone.if.no.acl.found"] == "false"
-    assert settings["super.users"] == "User:admin;User:broker"
+    assert settings["super.users"] == f"User:admin;User:{NODE_NAME}"
+    assert not NODE_NAME.isascii(), "Kafka takes only ASCII for a name that logs in by SCRAM"
     assert settings["auto.create.topics.enable"] == "false"
     assert int(settings["message.max.bytes"]) > 4 * 2**20
     text = properties_text(settings)
@@ -249,13 +253,121 @@ def test_the_cluster_is_what_the_data_were_formatted_for(tmp_path: Path) -> None
         cluster_of(tmp_path)
 
 
-def test_clients_follow_the_broker_to_other_ports(tmp_path: Path) -> None:
-    security = KafkaSecurity(username="x", password_file=Path("/p"), ca_file=Path("/c"))
-    for name, address in (("a", "127.0.0.1:1"), ("b", "kafka-1:9092")):
-        write_client(tmp_path / "clients" / f"{name}.toml", KafkaConfig(bootstrap=(address,), security=security))
-    readdress(tmp_path, {"127.0.0.1:1": "127.0.0.1:2"})
-    assert read_client(tmp_path / "clients" / "a.toml").bootstrap == ("127.0.0.1:2",)
-    assert read_client(tmp_path / "clients" / "b.toml").bootstrap == ("kafka-1:9092",)
+CLIENTS = {
+    # name -> addresses, cluster, protocol, and the addresses afterwards
+    "moved": (("127.0.0.1:1",), "ours", "SASL_SSL", ("127.0.0.1:5",)),
+    "long-lost": (("127.0.0.1:31999",), "ours", "SASL_SSL", ("127.0.0.1:5",)),
+    "certificate": (("localhost:2",), "ours", "SSL", ("localhost:6",)),
+    "unpinned": (("127.0.0.1:1",), None, "SASL_SSL", ("127.0.0.1:5",)),
+    "elsewhere": (("kafka-1:9092",), "ours", "SASL_SSL", ("kafka-1:9092",)),
+    "another-cluster": (("127.0.0.1:1",), "theirs", "SASL_SSL", ("127.0.0.1:1",)),
+    "another-listener": (("127.0.0.1:1",), "ours", "SASL_PLAINTEXT", ("127.0.0.1:1",)),
+    "admin": (("127.0.0.1:1",), "ours", "SASL_SSL", ("127.0.0.1:1",)),
+}
+NOW = Listeners("ours", "127.0.0.1:5", "127.0.0.1:6")
+
+
+def write_clients(home: Path) -> None:
+    for name, (addresses, cluster, protocol, _) in CLIENTS.items():
+        security = KafkaSecurity(protocol=protocol, username="x", password_file=Path("/p"), ca_file=Path("/c"))  # type: ignore[arg-type]
+        config = KafkaConfig(bootstrap=addresses, cluster_id=cluster, security=security)
+        write_client(home / "clients" / f"{name}.toml", config)
+
+
+def test_clients_follow_the_broker_to_other_ports_whatever_port_they_knew(tmp_path: Path) -> None:
+    write_clients(tmp_path)
+    told: list[str] = []
+    readdress(tmp_path, NOW, told.append)
+    found = {name: read_client(tmp_path / "clients" / f"{name}.toml").bootstrap for name in CLIENTS}
+    assert found == {name: row[3] for name, row in CLIENTS.items()}
+    assert told == []
+
+
+def test_a_clients_file_that_cannot_be_read_keeps_no_other_from_being_mended(tmp_path: Path) -> None:
+    write_clients(tmp_path)
+    broken = tmp_path / "clients" / "broken.toml"
+    for content in (b"", b"[log.kafka", b"\xff", b"[log.kafka]\nbootstrap = 3"):
+        broken.write_bytes(content)
+        told: list[str] = []
+        readdress(tmp_path, NOW, told.append)
+        assert [str(broken) in text and "access apply" in text for text in told] == [True]
+        assert read_client(tmp_path / "clients" / "moved.toml").bootstrap == ("127.0.0.1:5",)
+        assert broken.read_bytes() == content
+
+
+def test_a_home_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        claim(tmp_path / "home")
+        furnish(tmp_path / "home")
+    finally:
+        os.umask(old)
+    made = [tmp_path / "home", *(tmp_path / "home").iterdir()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in made} == dict.fromkeys(
+        ("home", "tls", "secrets", "clients", "data"), 0o700
+    )
+
+
+def made_home(home: Path) -> Path:
+    claim(home)
+    (home / MARKER).touch(mode=0o600)
+    furnish(home)
+    for name in ("secrets/admin.password", "tls/ca.key", "clients/admin.toml", "broker.json", "server.properties"):
+        write_private(home / name, b"{}")
+    return home
+
+
+def test_an_empty_folder_of_ours_becomes_a_home_whatever_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o777)
+    assert made_home(tmp_path / "home").stat().st_mode & 0o777 == 0o700
+
+
+PLACES = (
+    ".",
+    "secrets",
+    "tls",
+    "clients",
+    "data",
+    "secrets/admin.password",
+    "tls/ca.key",
+    "clients/admin.toml",
+    MARKER,
+)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "broker.json", "server.properties"])
+def test_what_others_can_write_is_no_home(tmp_path: Path, place: str) -> None:
+    home = made_home(tmp_path / "home")
+    claim(home)
+    path = home / place
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.raises(
+        LocalBrokerError, match=r"(?s)can be written by others \(mode 0[0-7]+\).*mend: .*chmod go-w "
+    ) as told:
+        LocalBroker(home).up(libs=None)
+    assert str(path) in str(told.value)
+    path.chmod(path.stat().st_mode & ~0o020)
+    claim(home)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("place", PLACES)
+def test_what_somebody_else_made_is_no_home(tmp_path: Path, place: str) -> None:
+    home = made_home(tmp_path / "home")
+    os.chown(home / place, 65534, 65534)
+    for act in (lambda: LocalBroker(home).up(libs=None), LocalBroker(home).certificates):
+        with pytest.raises(LocalBrokerError, match=r"(?s)belongs to .*, not to root.*mend: .*chown root "):
+            act()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_an_empty_folder_of_somebody_elses_is_no_home(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0o777)
+    os.chown(tmp_path / "home", 65534, 65534)
+    with pytest.raises(LocalBrokerError, match="belongs to "):
+        LocalBroker(tmp_path / "home").up(libs=None)
+    assert list((tmp_path / "home").iterdir()) == []
 
 
 # Processes
@@ -296,6 +408,74 @@ def test_a_process_that_was_given_the_number_later_is_not_stopped(
         assert broker.status()["running"] is False
         assert broker.down() is False
         assert sleeper.poll() is None
+
+
+def stand_in(home: Path, seconds: int = 60) -> ProcessIdentity:
+    """A process with the command line of this home's Kafka."""
+    arguments = ["-c", f"import time; time.sleep({seconds})", "kafka.Kafka", str(home / "server.properties")]
+    return spawn_java(Path(sys.executable), arguments, log=home / "server.log")
+
+
+@pytest.mark.parametrize("known", [None, b"{", b'{"pid": 1}'])
+def test_down_stops_what_a_killed_start_left_behind_whatever_broker_json_says(
+    tmp_path: Path, known: bytes | None
+) -> None:
+    home, other = made_home(tmp_path / "home"), made_home(tmp_path / "other")
+    (home / "broker.json").unlink()
+    if known is not None:
+        write_private(home / "broker.json", known)
+    ours, theirs = stand_in(home), stand_in(other)
+    (tmp_path / "link").symlink_to(home)
+    try:
+        assert java_of(tmp_path / "link" / "server.properties") == [ours]
+        assert LocalBroker(home).down() is True
+        assert not runs(ours)
+        assert runs(theirs)
+    finally:
+        assert stop(theirs, wait_s=10) is True
+
+
+def test_down_believes_no_process_number_that_somebody_else_may_have_written(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    import msgspec
+
+    home = made_home(tmp_path / "home")
+    started = started_at(sleeper.pid)
+    assert started is not None
+    write_private(home / "broker.json", msgspec.json.encode(state_of(ProcessIdentity(sleeper.pid, started))))
+    ours = stand_in(home)
+    (home / "broker.json").chmod(0o666)
+    assert LocalBroker(home).down() is True
+    assert not runs(ours)
+    assert sleeper.poll() is None
+    (home / "broker.json").chmod(0o600)
+    assert LocalBroker(home).down() is True
+    assert sleeper.poll() is not None
+
+
+def test_down_during_a_start_ends_it(tmp_path: Path) -> None:
+    """The `up` holds the home until its broker ends: `down` must not wait for the one to wait for the other."""
+    home = made_home(tmp_path / "home")
+    (home / "broker.json").unlink()
+    held, started = threading.Event(), []
+
+    def up() -> None:
+        with lease(home / MARKER, what="`draftloop broker`"):
+            held.set()
+            time.sleep(0.5)
+            started.append(stand_in(home))
+            while runs(started[0]):
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=up)
+    thread.start()
+    held.wait()
+    began = time.monotonic()
+    assert LocalBroker(home).down(wait_s=20) is True
+    thread.join()
+    assert time.monotonic() - began < 10
+    assert not runs(started[0])
 
 
 def test_stop_ends_a_frozen_process_and_one_that_does_not_listen(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import resource
+import signal
 import ssl
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from draftloop.pipeline.errors import LocalBrokerError
 from draftloop.pipeline.stream.broker_home import certify
-from draftloop.pipeline.stream.certificates import Authority, days_left, self_signed, write_private
+from draftloop.pipeline.stream.broker_settings import NODE_NAME
+from draftloop.pipeline.stream.certificates import Authority, days_left, self_signed
+from draftloop.pipeline.stream.private_files import write_private
 
 HOSTS = ("localhost", "127.0.0.1")
 
@@ -136,7 +141,7 @@ def test_a_home_keeps_its_certificates_and_renews_them_before_they_run_out(tmp_p
     first = [(tmp_path / "tls" / name).read_bytes() for name in files]
     certify(tmp_path)
     assert [(tmp_path / "tls" / name).read_bytes() for name in files] == first
-    assert [common_name(pem) for pem in first] == ["draftloop local CA", "broker", "broker", "broker"]
+    assert [common_name(pem) for pem in first] == ["draftloop local CA", NODE_NAME, NODE_NAME, NODE_NAME]
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in (tmp_path / "tls").iterdir())
 
     ca = Authority.at(tmp_path / "tls")
@@ -144,7 +149,20 @@ def test_a_home_keeps_its_certificates_and_renews_them_before_they_run_out(tmp_p
     write_private(tmp_path / "tls" / "node.pem", key + certificate)
     certify(tmp_path)
     assert days_left(tmp_path / "tls" / "node.pem") > 390
+    assert common_name((tmp_path / "tls" / "node.pem").read_bytes()) == NODE_NAME
     assert (tmp_path / "tls" / "ca.pem").read_bytes() == first[0]
+
+
+def test_a_node_of_another_name_is_named_anew(tmp_path: Path) -> None:
+    certify(tmp_path)
+    tls = tmp_path / "tls"
+    certificate, key = Authority.at(tls).node("broker", hosts=HOSTS)
+    write_private(tls / "node.pem", key + certificate)
+    certificate, key = self_signed("broker", hosts=HOSTS)
+    write_private(tls / "controller.pem", key + certificate)
+    certify(tmp_path)
+    assert common_name((tls / "node.pem").read_bytes()) == NODE_NAME
+    assert common_name((tls / "controller.pem").read_bytes()) == NODE_NAME
 
 
 def test_a_new_authority_signs_the_node_anew(tmp_path: Path) -> None:
@@ -174,6 +192,49 @@ def test_a_private_file_is_never_seen_half_or_by_others(tmp_path: Path) -> None:
     reader.join()
     assert seen <= {b"old" * 100_000, b"new" * 100_000}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [name.name for name in tmp_path.iterdir()] == ["secret"]
+
+
+def test_what_a_kill_left_of_a_private_file_is_taken_up_and_a_left_over_with_other_rights_is_not(
+    tmp_path: Path,
+) -> None:
+    file, draft = tmp_path / "secret", tmp_path / ".secret.draft"
+    draft.write_bytes(b"half" * 1000)
+    draft.chmod(0o666)
+    with draft.open("r+b") as held:
+        write_private(file, b"whole")
+        held.write(b"theirs")
+    assert file.read_bytes() == b"whole"
+    draft.write_bytes(b"half" * 1000)
+    draft.chmod(0o600)
+    write_private(file, b"whole again")
+    assert file.read_bytes() == b"whole again"
+    assert [name.name for name in tmp_path.iterdir()] == ["secret"]
+
+
+def test_many_writers_of_one_private_file_leave_one_of_theirs_whole(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    contents = [bytes([65 + number]) * 50_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            list(pool.map(lambda content: write_private(file, content), contents))
+            assert file.read_bytes() in contents
+    assert [name.name for name in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    write_private(file, b"old")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_private(file, b"new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert file.read_bytes() == b"old"
     assert [name.name for name in tmp_path.iterdir()] == ["secret"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftloop.pipeline.config import Config, load
+from draftloop.pipeline.config import Config, load, shown, without_userinfo
 from draftloop.pipeline.demo import demo_config
 from draftloop.pipeline.errors import ConfigError
 
@@ -107,3 +107,81 @@ def test_a_work_folder_that_no_database_address_can_name_is_refused() -> None:
     assert load([], ["work='/a b/100% #1/\u65e5\u672c'"]).tracking_uri.endswith("/a b/100% #1/\u65e5\u672c/mlflow.db")
     with pytest.raises(ConfigError, match=r"work = /a\?b"):
         _ = load([], ["work='/a?b'"]).tracking_uri
+
+
+CANARY = "canary-7f3a"
+KAFKA = """
+[log]
+kind = "kafka"
+[log.kafka]
+bootstrap = ["127.0.0.1:1"]
+[log.kafka.security]
+ca_file = "/ca.pem"
+"""
+
+
+def test_what_is_shown_of_a_configuration_holds_no_secret_in_an_odd_place(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"{KAFKA}mechanism = 'OAUTHBEARER'\ntoken_command = ['/bin/get-token', '--secret', '{CANARY}']\n")
+    config = load([file], [f'registry.tracking_uri="https://user:{CANARY}@host:5000/path"'])
+    values = shown(config)
+    assert CANARY not in json.dumps(values)
+    assert values["log"]["kafka"]["security"]["token_command"] == ["/bin/get-token", "..."]
+    assert values["registry"]["tracking_uri"] == "https://***@host:5000/path"
+    plain = load([], ["train.epochs=3"])
+    assert shown(plain) == plain.model_dump(mode="json"), "nothing else is changed"
+
+
+def test_a_login_is_taken_out_of_every_url_of_a_text() -> None:
+    told = without_userinfo(f"see http://u:{CANARY}@a/x, ftp://{CANARY}/@b and sqlite:////folder/mlflow.db, me@home")
+    assert told == "see http://***@a/x, ftp://***@b and sqlite:////folder/mlflow.db, me@home"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{KAFKA}username = 'u'\npassword = '{CANARY}'",
+        f"{KAFKA}username = 'u'\npassword_env = '{CANARY}'",
+        f"{KAFKA}username = 'u'\npassword_file = ['{CANARY}']",
+        f"{KAFKA}username = 'u,{CANARY}'\npassword_env = 'X'",
+        f"{KAFKA}username = 'u'\npassword_env = 'X'\nmechanism = '{CANARY}'",
+        f"{KAFKA}mechanism = 'OAUTHBEARER'\ntoken_command = 'curl -u u:{CANARY} x'",
+        f"[log.kafka]\nbootstrap = ['u:{CANARY}@127.0.0.1:9']",
+        f"[log.kafka]\nbootstrap = 'u:{CANARY}@127.0.0.1'",
+        f"[log.kafka]\nuser = '{CANARY}'",
+        f"[log.kafka]\nsecurity = '{CANARY}'",
+        f"[log]\nkafka = '{CANARY}'",
+        f"log = ['{CANARY}']",
+        f"[log.kafak.security]\npassword = '{CANARY}'",
+        f"[[kafka]]\npassword = '{CANARY}'",
+        f"[log.kafka.security]\npassword = '{CANARY}\n",
+        f"uri = 'http://u:{CANARY}@127.0.0.1:9/'",
+        f"[train]\nepochs = 'http://u:{CANARY}@127.0.0.1:9/'",
+        f"[mlflow]\nuri = ['http://u:{CANARY}@127.0.0.1:9/']",
+        f"'http://u:{CANARY}@h' = 3",
+    ],
+)
+def test_a_setting_that_is_wrong_is_told_without_a_secret_that_may_be_in_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load([file], [])
+    assert CANARY not in str(error.value)
+    assert error.value.__cause__ is None or CANARY not in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"log.kafka.security.password={CANARY}",
+        f"log.kafka.security.password_env={CANARY}",
+        f"log.kafka.security={CANARY}",
+        f"={CANARY}",
+        f"http://u:{CANARY}@host",
+        f"work='x'\npassword='{CANARY}'",
+    ],
+)
+def test_an_override_that_is_wrong_is_told_without_a_secret_that_may_be_in_it(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([], [override])
+    assert CANARY not in str(error.value)

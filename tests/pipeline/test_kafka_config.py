@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from draftloop.pipeline.errors import (
     AuthenticationError,
     ConfigError,
 )
+from draftloop.pipeline.stream import kafka_config
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client, read_secret, write_client
 
 CANARY = "canary-7f3a"
@@ -29,6 +31,7 @@ FAR = ("kafka.example:9092",)
 def password_file(tmp_path: Path) -> Path:
     file = tmp_path / "password"
     file.write_text(f"{CANARY}\n")
+    file.chmod(0o600)
     return file
 
 
@@ -42,7 +45,10 @@ def security(**settings: Any) -> KafkaSecurity:
     [
         ({"ca_file": None}, "SASL_SSL needs ca_file"),
         ({"username": None}, "SCRAM-SHA-512 needs username"),
-        ({"username": "a,b"}, "username 'a,b': ',' and '=' cannot be used"),
+        ({"username": f"a,{CANARY}"}, "username: ',' and '=' cannot be used"),
+        ({"password_file": None, "password_env": f"{CANARY}!"}, "is the name of an environment variable"),
+        ({"password_file": None, "password_env": ""}, "is the name of an environment variable"),
+        ({"mechanism": CANARY}, "Input should be"),
         ({"password_file": None}, "exactly one of password_file and password_env"),
         ({"password_env": "X"}, "exactly one of password_file and password_env"),
         ({"mechanism": "OAUTHBEARER"}, "OAUTHBEARER needs token_command"),
@@ -52,8 +58,9 @@ def security(**settings: Any) -> KafkaSecurity:
     ],
 )
 def test_an_incomplete_security_block_is_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=told) as error:
         security(**settings)
+    assert CANARY not in str(error.value)
 
 
 @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SASL_PLAINTEXT"])
@@ -66,10 +73,21 @@ def test_plain_text_goes_to_this_machine_only(protocol: str) -> None:
             KafkaConfig(bootstrap=(HERE[0], address), security=plain)
 
 
-@pytest.mark.parametrize("address", ["kafka", "kafka:", ":9092", "kafka:port"])
-def test_an_address_is_host_and_port(address: str) -> None:
-    with pytest.raises(ValidationError, match="is not host:port"):
-        KafkaConfig(bootstrap=(address,))
+@pytest.mark.parametrize(
+    "address",
+    ["kafka", "kafka:", ":9092", "kafka:port", f"u:{CANARY}@kafka:9092", f"//{CANARY}:1", "SASL_SSL://kafka:9092"],
+)
+def test_an_address_is_host_and_port_and_not_quoted_where_it_is_not(address: str) -> None:
+    with pytest.raises(ValidationError, match="address 2 is not host:port") as error:
+        KafkaConfig(bootstrap=(HERE[0], address))
+    assert CANARY not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["kafka-1.example:9092", "[::1]:9092", "::1:9092", "[fe80::1%eth0]:1", "bücher.de:1"]
+)
+def test_hosts_are_names_and_both_kinds_of_numbers(address: str) -> None:
+    assert KafkaConfig(bootstrap=(address,)).bootstrap == (address,)
 
 
 def test_what_is_missing_for_a_connection_is_named() -> None:
@@ -98,8 +116,35 @@ def test_a_secret_that_cannot_be_used_is_told_by_its_place(tmp_path: Path, conte
     file = tmp_path / "secret"
     if content is not None:
         file.write_bytes(content)
+        file.chmod(0o600)
     with pytest.raises(ConfigError, match=f"secret file {file} {told}"):
         read_secret(file)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [(0o600, ""), (0o640, ""), (0o644, "read"), (0o604, "read"), (0o660, "written"), (0o602, "written")],
+)
+def test_a_secret_that_others_can_write_or_all_can_read_is_refused(password_file: Path, mode: int, told: str) -> None:
+    password_file.chmod(mode)
+    if told:
+        mend = f"(?s)can be {told} by others.*mend: chmod 600 {password_file}"
+        with pytest.raises(ConfigError, match=mend) as error:
+            read_secret(password_file)
+        assert CANARY not in chain(error.value)
+    else:
+        assert read_secret(password_file) == CANARY
+
+
+def test_a_secret_that_the_machine_mounts_for_all_to_read_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(mode: int, owner: int) -> os.stat_result:
+        return os.stat_result((0o100000 | mode, 0, 0, 1, owner, owner, 0, 0, 0, 0))
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert kafka_config._exposed(found(0o644, 0), 0) is None, "root's and not ours"
+    assert kafka_config._exposed(found(0o644, 1000), os.ST_RDONLY) is None, "a read-only mount"
+    assert kafka_config._exposed(found(0o644, 1000), 0) == "read"
+    assert kafka_config._exposed(found(0o664, 0), os.ST_RDONLY) == "written"
 
 
 def token(*command: str) -> KafkaSecurity:
@@ -153,6 +198,42 @@ def test_a_clients_file_says_what_it_was_given(
     write_client(file, config)
     assert read_client(file) == config
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_clients_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """What a full disk or a kill in the middle leaves: the file as it was, and for the next write nothing."""
+    file = tmp_path / "clients" / "client.toml"
+    before = KafkaConfig(bootstrap=FAR, security=security())
+    write_client(file, before)
+    program = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from draftloop.pipeline.stream.kafka_config import read_client, write_client\n"
+        "file = Path(sys.argv[1]); config = read_client(file)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN if sys.argv[2] == 'full' else signal.SIG_DFL)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20)); write_client(file, config)"
+    )
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    for how, status in (("full", 1), ("kill", -signal.SIGXFSZ)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(file), how], capture_output=True, check=False, env=environment
+        )
+        assert done.returncode == status, done.stderr
+        assert read_client(file) == before
+        after = before.model_copy(update={"bootstrap": HERE})
+        write_client(file, after)
+        assert read_client(file) == after
+        write_client(file, before)
+        assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_a_clients_folder_is_its_owners_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        write_client(tmp_path / "clients" / "client.toml", KafkaConfig(bootstrap=FAR, security=security()))
+    finally:
+        os.umask(old)
+    assert (tmp_path / "clients").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "clients" / "client.toml").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_that_is_no_clients_is_told_without_its_content(tmp_path: Path) -> None:

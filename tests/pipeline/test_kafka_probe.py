@@ -21,6 +21,7 @@ from draftloop.pipeline.errors import (
     BrokerError,
     BrokerUnreachableError,
     CertificateExpiredError,
+    ClockError,
     ConfigError,
     DraftloopError,
     InputError,
@@ -54,6 +55,7 @@ def new_authority(folder: Path) -> Authority:
 def password_file(tmp_path: Path) -> Path:
     file = tmp_path / "password"
     file.write_text(f"{CANARY}\n")
+    file.chmod(0o600)
     return file
 
 
@@ -124,6 +126,7 @@ def test_an_encrypted_key_is_opened_with_its_password(authority: Authority, tmp_
     locked = tmp_path / "locked.key"
     secret = tmp_path / "key.password"
     secret.write_text(CANARY)
+    secret.chmod(0o600)
     from cryptography.hazmat.primitives import serialization
 
     opened = serialization.load_pem_private_key(key.read_bytes(), password=None)
@@ -343,6 +346,8 @@ def test_each_error_of_the_client_becomes_one_of_ours() -> None:
         kafka_errors.KafkaConnectionError: BrokerUnreachableError,
         kafka_errors.NodeNotReadyError: BrokerUnreachableError,
         kafka_errors.PolicyViolationError: BrokerError,
+        kafka_errors.InvalidTimestampError: ClockError,
+        kafka_errors.InvalidRecordError: BrokerError,
         ConnectionResetError: BrokerUnreachableError,
         ValueError: BrokerError,
     }
@@ -350,6 +355,12 @@ def test_each_error_of_the_client_becomes_one_of_ours() -> None:
         told = ours(error(CANARY))
         assert type(told) is wanted
         assert CANARY not in str(told)
+    one_of_several = ours(
+        kafka_errors.InvalidRecordError(f"Timestamp {CANARY} of message with offset 0 is out of range")
+    )
+    assert (type(one_of_several), one_of_several.reason) == (ClockError, "clock")
+    assert CANARY not in str(one_of_several)
+    assert "max_ahead" in (one_of_several.mend or "")
     denied = ours(kafka_errors.TopicAuthorizationFailedError())
     assert denied.message == "draftloop-hook may not append to topic 't'"
     assert "draftloop access plan" in (denied.mend or "")
