@@ -44,7 +44,7 @@ class IndexEntry(NamedTuple):
     conversation: str | None = None
     place: int | None = None
     size: int | None = None
-    count: int = 1  # offsets from `offset` on: over 1 only where the log has none of them
+    num_offsets: int = 1  # offsets from `offset` on: over 1 only where the log has none of them
 
 
 class ParentRow(NamedTuple):
@@ -79,11 +79,11 @@ class Examiner:
             expected = window.start.get(partition, 0)
             for entry in log.read(window.topic, partition, expected, stop):
                 if entry.offset > expected:
-                    yield IndexEntry(partition, expected, "missing", count=entry.offset - expected)
+                    yield IndexEntry(partition, expected, "missing", num_offsets=entry.offset - expected)
                 expected = entry.offset + 1
                 yield self._examined(entry)
             if stop > expected:
-                yield IndexEntry(partition, expected, "missing", count=stop - expected)
+                yield IndexEntry(partition, expected, "missing", num_offsets=stop - expected)
 
     def parent(self, carried: Snapshot) -> Iterator[ParentRow]:
         """Every row of the parent snapshot. Raises SnapshotError."""

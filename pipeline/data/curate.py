@@ -261,7 +261,7 @@ def _counted(entries: Iterator[IndexEntry], total: int, on_progress: Progress | 
     done = 0
     for entry in entries:
         yield entry
-        before, done = done, done + entry.count
+        before, done = done, done + entry.num_offsets
         if on_progress is not None and (done // 256 > before // 256 or done == total):
             on_progress(done, total)
 

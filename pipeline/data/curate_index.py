@@ -28,7 +28,7 @@ CREATE TABLE entries (
     id INTEGER PRIMARY KEY, -- in the order of partition and offset
     partition INTEGER NOT NULL, offset INTEGER NOT NULL, reason TEXT, record_id TEXT, rank BLOB, digest BLOB,
     side TEXT, content BLOB, tenant TEXT, policy TEXT, conversation TEXT, place INTEGER, size INTEGER,
-    count INTEGER NOT NULL -- offsets from this one on
+    num_offsets INTEGER NOT NULL -- from this one on
 );
 CREATE TABLE parent (
     id INTEGER PRIMARY KEY, side TEXT NOT NULL, position INTEGER NOT NULL, rank BLOB NOT NULL, content BLOB NOT NULL,
@@ -184,7 +184,7 @@ class CurationIndex:
 
     def num_rejected(self) -> dict[str, int]:
         """Rejects by reason."""
-        query = "SELECT reason, SUM(count) FROM entries WHERE reason IS NOT NULL GROUP BY reason ORDER BY reason"
+        query = "SELECT reason, SUM(num_offsets) FROM entries WHERE reason IS NOT NULL GROUP BY reason ORDER BY reason"
         return dict(self._db.execute(query))
 
     def num_by_policy(self) -> dict[str, int]:
@@ -203,7 +203,7 @@ class CurationIndex:
 
     def rejects(self) -> Iterator[Reject]:
         """Every reject, ordered by its place in the log."""
-        query = "SELECT reason, partition, offset, record_id, count FROM entries WHERE reason IS NOT NULL ORDER BY id"
+        query = f"SELECT {', '.join(Reject._fields)} FROM entries WHERE reason IS NOT NULL ORDER BY id"
         return map(Reject._make, self._db.execute(query))
 
     def _insert(self, table: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:

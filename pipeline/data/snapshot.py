@@ -45,14 +45,14 @@ class Row(NamedTuple):
 class Reject(NamedTuple):
     """Why an entry did not become a row: its place in the log and its record id, where known; never any content.
 
-    A run of entries that are gone from the log is one reject: `count` offsets, `offset` being the first.
+    A run of entries that are gone from the log is one reject: `num_offsets` offsets, `offset` being the first.
     """
 
     reason: str
     partition: int | None
     offset: int | None
     record_id: str | None
-    count: int = 1
+    num_offsets: int = 1
 
 
 class PackedSplit(NamedTuple):
@@ -120,7 +120,7 @@ def publish_snapshot(
     _require_disjoint(train, heldout)
     rejected: Counter[str] = Counter()
     for reject in rejects:
-        rejected[reject.reason] += reject.count
+        rejected[reject.reason] += reject.num_offsets
     splits: dict[Split, PackedSplit] = {
         split: PackedSplit(map(pack, rows), len(rows), len({row.conversation_id for row in rows}))
         for split, rows in zip(SPLITS, (train, heldout), strict=True)
@@ -286,6 +286,6 @@ def _write_rejects(path: Path, rejects: Iterable[Reject]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         for reject in rejects:
             line = reject._asdict()
-            if reject.count == 1:
-                del line["count"]
+            if reject.num_offsets == 1:
+                del line["num_offsets"]
             stream.write(json.dumps(line, sort_keys=True) + "\n")

@@ -380,13 +380,13 @@ def test_a_gap_of_any_length_is_one_line_of_the_ledger(tmp_path: Path) -> None:
     rejects = list(read_rejects(snapshot))
     assert rejects[:2] == [Reject("missing", 0, 0, None, 2**50 - 120), Reject("missing", 0, 2**50 - 119, None)]
     assert len(rejects) == 61
-    missing = sum(reject.count for reject in rejects)
+    missing = sum(reject.num_offsets for reject in rejects)
     assert snapshot.manifest["counts"]["rejected"] == {"missing": missing}
     assert snapshot.manifest["source"]["captured"] == 2**50 == missing + snapshot.manifest["source"]["kept"]
     assert seen[-1] == (2**50, 2**50)
     assert len(seen) <= 3
     lines = (snapshot.folder / "rejects.jsonl").read_text().splitlines()
-    assert [("count" in json.loads(line)) for line in lines] == [True] + 60 * [False]
+    assert [("num_offsets" in json.loads(line)) for line in lines] == [True] + 60 * [False]
 
 
 LIMITED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # just allowed, just not

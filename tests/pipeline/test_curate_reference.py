@@ -111,7 +111,7 @@ def plain_curate(log: MemoryLog, window: Window, config: CurateConfig, parent: S
         "captured": window.num_entries,
         "kept": len(kept),
         "rejected": dict(
-            sorted(Counter(name for reject in rejects for name in [reject.reason] * reject.count).items())
+            sorted(Counter(name for reject in rejects for name in [reject.reason] * reject.num_offsets).items())
         ),
         "carried": {side: len(rows) for side, rows in carried.items()},
     }
@@ -139,9 +139,9 @@ def decoded(log: MemoryLog, window: Window, rejects: list[Reject]) -> Iterator[t
                 if (
                     last is not None
                     and (last.reason, last.partition) == ("missing", partition)
-                    and (last.offset is not None and last.offset + last.count == offset)
+                    and (last.offset is not None and last.offset + last.num_offsets == offset)
                 ):
-                    rejects[-1] = last._replace(count=last.count + 1)
+                    rejects[-1] = last._replace(num_offsets=last.num_offsets + 1)
                 else:
                     rejects.append(Reject("missing", partition, offset, None))
                 continue
