@@ -69,6 +69,7 @@ def nobody(admin: KafkaConfig, topic: str, tmp_path: Path) -> Iterator[KafkaLog]
     """A log whose principal may log in and nothing else, until a test grants it something."""
     file = tmp_path / "password"
     file.write_text(uuid.uuid4().hex)
+    file.chmod(0o600)
     assert admin.security is not None
     security = KafkaSecurity(username=user(topic), password_file=file, ca_file=admin.security.ca_file)
     with KafkaAdmin(admin) as cluster:

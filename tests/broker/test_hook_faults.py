@@ -334,6 +334,7 @@ def test_why_nothing_arrives_is_told_by_the_counters(running: LocalBroker, topic
     client = running.client("admin")
     wrong = tmp_path / "password"
     wrong.write_text("not-the-password")
+    wrong.chmod(0o600)
     assert client.security is not None
     security = KafkaSecurity(username="admin", password_file=wrong, ca_file=client.security.ca_file)
     for config, name, reason, error in (

@@ -185,6 +185,7 @@ def test_the_principal_is_who_the_login_says(listeners: Listeners, tmp_path: Pat
 def test_a_wrong_password_and_an_unknown_user_are_told_as_such(listeners: Listeners, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
+    wrong.chmod(0o600)
     address = listeners.admin.bootstrap[0]
     told = why(address, listeners.scram(password_file=wrong))
     assert type(told) is AuthenticationError
@@ -284,6 +285,7 @@ def test_no_password_token_or_record_shows_in_logs_or_errors(
     """A30: at DEBUG, in every logger, on success and on failure, in the texts of causes too."""
     password = tmp_path / "password"
     password.write_text(CANARY)
+    password.chmod(0o600)
     with KafkaAdmin(listeners.admin) as cluster:
         cluster.set_password("canary-user", CANARY)
     command = token_command("canary-user")
