@@ -20,14 +20,16 @@ POISON = frozenset({"undecodable", "newer_schema"})
 BATCH = 256  # entries an append
 MAX_BATCH_BYTES = 4 << 20
 MAX_GAP = 256  # offsets: poison records this near to each other are fetched by one read
+SHORT_KEY_BYTES = 64  # of a letter that did not fit
 PAGE = 4096  # offsets marked in one piece of memory
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A poison record and where it was found. `value` is None where it did not fit into the topic."""
+    """A poison record and where it was found. Where it did not fit: `value` is None, of `key` only the beginning."""
 
     reason: str
     topic: str
+    topic_id: str  # a topic made anew has other entries at the same places
     partition: int
     offset: int
     time_ms: int
@@ -42,6 +44,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(DeadLetter)
+_WRONG = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError)
 
 
 def poison(log: CaptureLog, rejects: Iterable[Reject], window: Window) -> Iterator[DeadLetter]:
@@ -49,11 +52,13 @@ def poison(log: CaptureLog, rejects: Iterable[Reject], window: Window) -> Iterat
 
     What has expired since is left out. Streamed.
     """
+    topic_id: str | None = None
     for group in _near(_poisoned(rejects)):
+        topic_id = topic_id or log.topic_id(window.topic)
         reasons = {place.offset: place.reason for place in group}
         for entry in log.read(window.topic, group[0].partition, group[0].offset, group[-1].offset + 1):
             if entry.offset in reasons:
-                yield _letter(entry, reasons[entry.offset], window.topic)
+                yield _letter(entry, reasons[entry.offset], window.topic, topic_id)
 
 
 def dead_letter(log: CaptureLog, rejects: Iterable[Reject], window: Window, *, to: str) -> int:
@@ -78,7 +83,7 @@ def read_dead_letters(log: CaptureLog, topic: str) -> Iterator[DeadLetter]:
         for entry in log.read(topic, partition, starts[partition], stop):
             try:
                 yield _decoder.decode(entry.value)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except _WRONG as error:
                 raise UndecodableRecordError(
                     f"{topic} partition {partition} offset {entry.offset} is not a dead letter: {error}",
                     mend="find out who else may write this topic: `draftloop access verify`",
@@ -117,21 +122,24 @@ class _Places:
 
 
 def _already(log: CaptureLog, window: Window, topic: str) -> _Places:
-    """The places of the window that the topic has letters of, by their keys: a foreign entry there stops nothing."""
+    """The places of the window that the topic has letters of: a foreign entry there stops nothing and hides nothing."""
     found = _Places(window)
+    topic_id = log.topic_id(window.topic)
+    beginning = f"{window.topic}/".encode()
     starts = log.start_offsets(topic)
     for number, stop in log.end_offsets(topic).items():
         for entry in log.read(topic, number, starts[number], stop):
-            name, _, rest = entry.key.partition(b"/")
-            partition, _, offset = rest.partition(b"/")
-            if name == window.topic.encode() and _is_number(partition) and _is_number(offset):
-                found.add(int(partition), int(offset))
+            letter = _letter_in(entry) if entry.key.startswith(beginning) else None
+            if letter is not None and (letter.topic, letter.topic_id) == (window.topic, topic_id):
+                found.add(letter.partition, letter.offset)
     return found
 
 
-def _is_number(digits: bytes) -> bool:
-    """Whether it could be an offset, 64 bits at most: what anybody wrote there may be thousands of digits."""
-    return digits.isdigit() and len(digits) <= 19
+def _letter_in(entry: StoredEntry) -> DeadLetter | None:
+    try:
+        return _decoder.decode(entry.value)
+    except _WRONG:
+        return None
 
 
 def _near(places: Iterable[_Place]) -> Iterator[list[_Place]]:
@@ -151,10 +159,11 @@ def _fits(group: list[_Place], place: _Place) -> bool:
     return place.partition == last.partition and len(group) < BATCH and place.offset - last.offset <= MAX_GAP
 
 
-def _letter(entry: StoredEntry, reason: str, topic: str) -> DeadLetter:
+def _letter(entry: StoredEntry, reason: str, topic: str, topic_id: str) -> DeadLetter:
     return DeadLetter(
         reason=reason,
         topic=topic,
+        topic_id=topic_id,
         partition=entry.partition,
         offset=entry.offset,
         time_ms=entry.time_ms,
@@ -168,7 +177,7 @@ def _batches(letters: Iterable[DeadLetter]) -> Iterator[list[DeadLetter]]:
     size = 0
     for letter in letters:
         batch.append(letter)
-        size += len(letter.value or b"")
+        size += len(letter.key) + len(letter.value or b"")
         if len(batch) == BATCH or size >= MAX_BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -177,7 +186,7 @@ def _batches(letters: Iterable[DeadLetter]) -> Iterator[list[DeadLetter]]:
 
 
 def _append(log: CaptureLog, topic: str, letters: list[DeadLetter]) -> None:
-    """Append; what the log refuses for its size is noted without its value."""
+    """Append; what the log refuses for its size is noted without its value and with a short key."""
     try:
         log.append(topic, [_entry(letter) for letter in letters])
     except AppendError as error:
@@ -187,7 +196,11 @@ def _append(log: CaptureLog, topic: str, letters: list[DeadLetter]) -> None:
                 f"{next(iter(error.failed.values())).message}",
                 mend="run the same command again: what arrived is not sent twice",
             ) from error
-        log.append(topic, [_entry(msgspec.structs.replace(letters[index], value=None)) for index in error.refused])
+        log.append(topic, [_entry(_shortened(letters[index])) for index in error.refused])
+
+
+def _shortened(letter: DeadLetter) -> DeadLetter:
+    return msgspec.structs.replace(letter, value=None, key=letter.key[:SHORT_KEY_BYTES])
 
 
 def _entry(letter: DeadLetter) -> LogEntry:

@@ -35,6 +35,7 @@ REJECTS = [
 def raw_log(log: MemoryLog | None = None, *, num_entries: int = 12) -> MemoryLog:
     log = log or MemoryLog()
     log.create_topic(RAW, num_partitions=1)
+    log._ids[RAW] = "t1"
     log.create_topic(DLQ, num_partitions=2)
     log.append(RAW, [LogEntry(b"k%d" % index, b"v%d" % index) for index in range(num_entries)])
     return log
@@ -42,7 +43,14 @@ def raw_log(log: MemoryLog | None = None, *, num_entries: int = 12) -> MemoryLog
 
 def letter(offset: int, reason: str, value: bytes | None) -> DeadLetter:
     return DeadLetter(
-        reason=reason, topic=RAW, partition=0, offset=offset, time_ms=offset + 1, key=b"k%d" % offset, value=value
+        reason=reason,
+        topic=RAW,
+        topic_id="t1",
+        partition=0,
+        offset=offset,
+        time_ms=offset + 1,
+        key=b"k%d" % offset,
+        value=value,
     )
 
 
@@ -67,6 +75,7 @@ def test_a_dead_letter_is_the_whole_entry_under_the_key_of_its_place() -> None:
     ] == {
         "reason": "newer_schema",
         "topic": RAW,
+        "topic_id": "t1",
         "partition": 0,
         "offset": 5,
         "time_ms": 6,
@@ -97,6 +106,14 @@ def test_letters_of_other_windows_and_topics_do_not_count_as_there() -> None:
     assert dead_letter(log, [Reject("undecodable", 0, 3, None)], other, to=DLQ) == 1
     assert dead_letter(log, [Reject("undecodable", 0, 1, None)], earlier, to=DLQ) == 1
     assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
+
+
+def test_letters_of_a_topic_that_was_made_anew_do_not_count_as_there() -> None:
+    log = raw_log()
+    assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
+    log._ids[RAW] = "t2"
+    assert [dead_letter(log, REJECTS, WINDOW, to=DLQ) for _ in range(2)] == [3, 0]
+    assert [one.topic_id for one in read_dead_letters(log, DLQ)].count("t2") == 3
 
 
 def test_what_expired_since_is_left_out() -> None:
@@ -143,7 +160,7 @@ def test_a_missing_dead_letter_topic_is_told_as_such() -> None:
 class Narrow(MemoryLog):
     """A log whose dead-letter topic takes values of up to `limit` bytes, or fails for a while."""
 
-    limit = 100
+    limit = 200
     failing = False
 
     def append(self, topic: str, entries: Sequence[LogEntry]) -> None:
@@ -166,6 +183,16 @@ def test_a_poison_record_too_large_for_the_topic_is_noted_without_its_value() ->
     assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
     assert there(log) == [LETTERS[0], letter(5, "newer_schema", None), LETTERS[2]]
     assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 0
+
+
+def test_a_key_too_large_for_the_topic_is_cut_short() -> None:
+    log = raw_log(Narrow())
+    log.append(RAW, [LogEntry(b"K" * 900, b"")])
+    window = Window(RAW, {0: 0}, {0: 13})
+    assert dead_letter(log, [Reject("undecodable", 0, 12, None)], window, to=DLQ) == 1
+    (found,) = there(log)
+    assert (found.key, found.value, found.offset) == (b"K" * 64, None, 12)
+    assert dead_letter(log, [Reject("undecodable", 0, 12, None)], window, to=DLQ) == 0
 
 
 def test_letters_that_did_not_arrive_are_an_error_and_are_sent_the_next_time() -> None:
@@ -193,6 +220,8 @@ def test_a_foreign_entry_in_the_topic_stops_no_copying_and_is_told_by_its_place_
     ]
     foreign = [name.encode() for name in names] + [f"{RAW}/0/".encode() + "³".encode(), b"", b"//"]
     log.append(DLQ, [LogEntry(key, b"not a letter") for key in foreign])
+    named = letter(3, "undecodable", b"v3").name
+    log.append(DLQ, [LogEntry(named, b"not a letter"), LogEntry(named, b"")])
     assert dead_letter(log, REJECTS, WINDOW, to=DLQ) == 3
     with pytest.raises(UndecodableRecordError, match=rf"{DLQ} partition \d offset 0 is not a dead letter"):
         list(read_dead_letters(log, DLQ))
