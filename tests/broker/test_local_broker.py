@@ -8,6 +8,8 @@ import socket
 import ssl
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +19,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from draftloop.pipeline.cli_stream import broker_app
 from draftloop.pipeline.errors import AuthenticationError, BrokerUnreachableError, LocalBrokerError
-from draftloop.pipeline.stream.broker import LocalBroker
-from draftloop.pipeline.stream.broker_java import find_java, run_java, runs, spawn_java, stop
-from draftloop.pipeline.stream.broker_settings import free_ports
-from draftloop.pipeline.stream.kafka_config import KafkaConfig
+from draftloop.pipeline.stream import broker as broker_module
+from draftloop.pipeline.stream.broker import LocalBroker, find_libs
+from draftloop.pipeline.stream.broker_java import find_java, java_of, run_java, runs, spawn_java, stop
+from draftloop.pipeline.stream.broker_settings import NODE_NAME, free_ports
+from draftloop.pipeline.stream.kafka_config import KafkaConfig, read_client, write_client
+from draftloop.pipeline.stream.private_files import write_private
 
 API_VERSIONS, METADATA = 18, 3
 COMPOSE = Path(__file__).parents[2] / "configs" / "deploy" / "compose.yaml"
@@ -327,6 +333,7 @@ def test_a_lost_or_changed_admin_password_is_set_anew_by_the_next_up(own_broker:
     probe(own_broker.client("admin"))
     wrong = own_broker.home / "wrong"
     wrong.write_text("not it")
+    wrong.chmod(0o600)
     assert old.security is not None
     with pytest.raises(AuthenticationError):
         probe(old.model_copy(update={"security": old.security.model_copy(update={"password_file": wrong})}))
@@ -377,3 +384,168 @@ def test_who_waits_too_short_a_time_is_told_and_nothing_is_left_running(kafka_li
     with pytest.raises(LocalBrokerError, match="is not ready after"):
         own.up(libs=kafka_libs, wait_s=0.1)
     assert own.status()["running"] is False
+
+
+def test_no_user_can_be_made_that_the_node_would_be_taken_for(broker: LocalBroker, tmp_path: Path) -> None:
+    """The node is a super user by the name in its certificate: whoever logs in by that name would be one too."""
+    from draftloop.pipeline.stream.kafka_admin import KafkaAdmin
+    from draftloop.pipeline.stream.kafka_connect import probe
+
+    admin = broker.client("admin")
+    assert admin.security is not None
+    make_topic(admin, "local-broker.secret")
+    secret = tmp_path / "password"
+    write_private(secret, b"a-password-of-our-own")
+    names = ("broker", "broker-node", "brokernode", "node", "controller", "ANONYMOUS", f"CN={NODE_NAME}", NODE_NAME)
+    escaped = {name: name.replace("=", "=3D") for name in names}
+    for name in names:
+        with KafkaAdmin(admin) as cluster:
+            cluster.set_password(name, secret.read_text())
+        security = admin.security.model_copy(update={"username": escaped[name], "password_file": secret})
+        config = admin.model_copy(update={"security": security})
+        if name.isascii():
+            deadline = time.monotonic() + 10
+            while True:
+                try:
+                    probe(config)
+                    break
+                except AuthenticationError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            assert topics_seen(config) == [], name
+        else:
+            time.sleep(0.5)
+            with pytest.raises((AuthenticationError, BrokerUnreachableError)):
+                probe(config)
+    assert topics_seen(broker.certified("broker")) == [], "a certificate of our CA for that name"
+
+
+def test_a_half_written_client_file_keeps_no_broker_from_starting(own_broker: LocalBroker) -> None:
+    from draftloop.pipeline.stream.kafka_connect import probe
+
+    own_broker.down()
+    for name in ("admin", "draftloop-hook"):
+        (own_broker.home / "clients" / f"{name}.toml").write_text("[log.kafka")
+    told: list[str] = []
+    own_broker.up(libs=None, on_wait=told.append)
+    assert [text for text in told if "draftloop-hook.toml" in text and "access apply" in text]
+    assert probe(own_broker.client("admin")).num_brokers == 1
+
+
+def test_a_start_killed_before_the_clients_were_told_is_mended_by_the_next(
+    own_broker: LocalBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    before, hook = own_broker.state(), own_broker.home / "clients" / "draftloop-hook.toml"
+    assert before is not None
+    write_client(hook, own_broker.client("admin"))
+    own_broker.down()
+    with taken(before.bootstrap), monkeypatch.context() as patch:
+        patch.setattr(broker_module, "readdress", killed)
+        with pytest.raises(KilledError):
+            own_broker.up(libs=None)
+    moved = own_broker.state()
+    assert moved is not None
+    assert moved.bootstrap != before.bootstrap
+    assert read_client(hook).bootstrap == (before.bootstrap,)
+    after = own_broker.up(libs=None)
+    assert (after.ports, read_client(hook).bootstrap) == (moved.ports, (after.bootstrap,))
+    write_client(hook, own_broker.client("admin").model_copy(update={"bootstrap": (before.bootstrap,)}))
+    own_broker.up(libs=None)
+    assert read_client(hook).bootstrap == (after.bootstrap,), "also where it runs already"
+
+
+@pytest.mark.parametrize("moment", ["formatting", "waiting"])
+def test_down_while_the_first_up_is_still_starting_leaves_nothing_running(
+    kafka_libs: Path, tmp_path: Path, moment: str
+) -> None:
+    own = LocalBroker(tmp_path / "home")
+    reached = threading.Event()
+
+    def tell(text: str) -> None:
+        if text.startswith(moment):
+            reached.set()
+
+    def up() -> str:
+        try:
+            own.up(libs=kafka_libs, on_wait=tell)
+        except LocalBrokerError as error:
+            return error.message
+        return "it came up"
+
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(up)
+        assert reached.wait(30)
+        time.sleep(0.3)
+        assert LocalBroker(own.home).down() is True
+        assert not java_of(own.home / "server.properties")
+        assert "Kafka" in starting.result(timeout=30)
+    assert own.status()["running"] is False
+    assert own.down() is False
+
+
+@pytest.mark.parametrize("harm", ["admin.toml", "password", "broker.json", "ca.pem"])
+def test_the_command_down_stops_a_broker_whatever_is_wrong_with_its_files(own_broker: LocalBroker, harm: str) -> None:
+    state, home = own_broker.state(), own_broker.home
+    assert state is not None
+    place = {"admin.toml": "clients/admin.toml", "password": "secrets/admin.password", "ca.pem": "tls/ca.pem"}
+    (home / place.get(harm, harm)).write_text("")
+    done = CliRunner().invoke(broker_app, ["down", "--home", str(home)])
+    assert (done.exit_code, done.stdout) == (0, "stopped\n")
+    assert "the stop is not on the audit topic" in done.stderr
+    assert not runs(state.process)
+    (home / "broker.json").unlink()
+
+
+def test_what_a_start_killed_before_it_took_note_left_running_is_stopped_by_up_and_down(
+    own_broker: LocalBroker,
+) -> None:
+    orphan = own_broker.state()
+    assert orphan is not None
+    (own_broker.home / "broker.json").unlink()
+    told: list[str] = []
+    after = own_broker.up(libs=find_libs(None, os.environ), on_wait=told.append)
+    assert not runs(orphan.process)
+    assert f"stopping process {orphan.pid}, which a start that was killed left behind" in told
+    (own_broker.home / "broker.json").unlink()
+    assert own_broker.down() is True
+    assert not runs(after.process)
+
+
+CLOCK_AHEAD = """
+import sys, time
+from pathlib import Path
+now, now_ns = time.time, time.time_ns  # before kafka-python takes hold of them
+time.time, time.time_ns = lambda: now() + 7200, lambda: now_ns() + 7200 * 10**9
+from draftloop.pipeline.errors import DraftloopError
+from draftloop.pipeline.stream.kafka_config import read_client
+from draftloop.pipeline.stream.kafka_log import KafkaLog
+from draftloop.pipeline.stream.log import LogEntry
+log = KafkaLog(read_client(Path(sys.argv[1])))
+for count in (1, 3):
+    try:
+        log.append(sys.argv[2], [LogEntry(b"k", b"v")] * count)
+    except DraftloopError as error:
+        print(type(error).__name__, error.reason, "max_ahead" in error.mend)
+log.close()
+"""
+
+
+def test_a_clock_that_is_ahead_is_told_as_such(broker: LocalBroker) -> None:
+    from kafka.admin import KafkaAdminClient
+
+    from draftloop.pipeline.stream.kafka_connect import client_options
+
+    topic, limit = "draftloop.local-broker-clock", {"message.timestamp.after.max.ms": "3600000"}
+    with KafkaAdminClient(**client_options(broker.client("admin"))) as client:
+        client.create_topics({topic: {"num_partitions": 1, "replication_factor": 1, "configs": limit}})
+    words = [sys.executable, "-c", CLOCK_AHEAD, str(broker.home / "clients" / "admin.toml"), topic]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONSAFEPATH": "1"}, timeout=60
+    )
+    assert done.stdout.splitlines() == ["ClockError clock True"] * 2, "alone, and of several in one batch"
