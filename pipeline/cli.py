@@ -282,8 +282,10 @@ def doctor(
 def show_config(
     overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
 ) -> None:
-    """Every setting with its resolved value."""
-    resolved = _config(config, overrides, target=target).model_dump(mode="json")
+    """Every setting with its resolved value; what may be a secret is not shown."""
+    from draftloop.pipeline.config import shown
+
+    resolved = shown(_config(config, overrides, target=target))
     _answer(resolved, json_out, json.dumps(resolved, indent=1))
 
 
