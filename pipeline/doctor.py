@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
+from draftloop.pipeline.config import without_userinfo
 from draftloop.pipeline.errors import DraftloopError
 from draftloop.pipeline.workspace import Workspace
 
@@ -135,7 +136,7 @@ def _audit(workspace: Workspace) -> str:
 
 def _registry(workspace: Workspace) -> str:
     live = workspace.open_registry().champion()
-    return f"{workspace.config.tracking_uri}, champion {live.version if live else 'none'}"
+    return f"{without_userinfo(workspace.config.tracking_uri)}, champion {live.version if live else 'none'}"
 
 
 def _target(workspace: Workspace) -> str:
