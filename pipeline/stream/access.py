@@ -172,6 +172,11 @@ def apply(
             "\n  ".join(("the access file asks for what cannot be done:", *found.impossible)),
             mend="correct the access file; nothing was changed",
         )
+    if found.to_do and not rotate and scram and scram == set(found.without_secret):
+        raise ConfigError(
+            "none of the users' passwords are here: this cluster is kept from another home, nothing was changed",
+            mend=mend_lost(found.without_secret, commands),
+        )
     if on_start:
         on_start()
     done: list[str] = []

@@ -417,6 +417,20 @@ def test_a_second_home_gets_no_client_files_that_point_at_passwords_it_does_not_
     assert not second.verify(spec).surprises
 
 
+def test_a_second_home_with_another_file_changes_nothing(stage: Stage, tmp_path: Path) -> None:
+    stage.apply(spec_of())
+    second = Stage(tmp_path / "second")
+    second.cluster = stage.cluster
+    topics = dict(stage.cluster.topics)
+    more = [topic.model_copy(update={"partitions": topic.partitions + 1}) for topic in spec_of().topics]
+    other = spec_of().model_copy(update={"topics": tuple(more)})
+    assert second.plan(other).to_do
+    with pytest.raises(ConfigError, match="kept from another home") as refused:
+        second.apply(other)
+    assert "copy secrets/NAME.password" in (refused.value.mend or "")
+    assert stage.cluster.topics == topics
+
+
 def test_a_lost_user_gets_back_the_password_that_is_kept(stage: Stage) -> None:
     spec = spec_of()
     stage.apply(spec)
