@@ -8,10 +8,11 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Never
+from typing import TYPE_CHECKING, Annotated, Never
 
 import typer
 
+from draftloop.pipeline.cli_answer import Json, answer
 from draftloop.pipeline.cli_stream import access_app, bench_app, broker_app
 from draftloop.pipeline.errors import ConfigError, DraftloopError, GateRefusedError, StorageError
 
@@ -31,7 +32,6 @@ app.add_typer(access_app, name="access")
 app.add_typer(bench_app, name="bench")
 
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="A TOML layer; may be repeated.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, e.g. train.epochs=3.")]
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="A folder or a hub id of a Llama/Qwen-type causal LM.")
@@ -93,10 +93,6 @@ def _config(files: list[Path] | None, overrides: list[str] | None, *, target: st
     return load(files or [], [*(overrides or []), *extra])
 
 
-def _answer(value: dict[str, Any], wants_json: bool, text: str) -> None:
-    print(json.dumps(value) if wants_json else text)
-
-
 @app.command()
 def demo(
     overrides: Overrides = None, config: ConfigFiles = None, target: TargetOption = None, json_out: Json = False
@@ -131,7 +127,7 @@ def _run_until(
     workspace = _workspace(config, overrides, target=target)
     workspace.require_target()
     result = run(workspace, LoopStages(workspace, workspace.open_registry()), Screen(), last=last)
-    _answer(result.to_dict(), json_out, f"{result.outcome}: {result.reason}")
+    answer(result.to_dict(), json_out, f"{result.outcome}: {result.reason}")
     if result.outcome == "refused":
         raise typer.Exit(GateRefusedError.exit_code)
 
@@ -169,7 +165,7 @@ def replay(
     from draftloop.pipeline.ui import Screen
 
     result = compare(_workspace(config, overrides, target=target), snapshot, drafter or [], Screen())
-    _answer(result, json_out, table(result))
+    answer(result, json_out, table(result))
 
 
 @app.command()
@@ -183,7 +179,7 @@ def promote(
 ) -> None:
     """Copy a candidate into the champions and move the alias; agents follow it."""
     champion = _workspace(config, overrides).open_registry().promote(version, by=by, reason=reason)
-    _answer(
+    answer(
         {"champion": champion.version, "candidate": version}, json_out, f"champion is now version {champion.version}"
     )
 
@@ -205,7 +201,7 @@ def rollback(
         version = None
     registry = _workspace(config, overrides).open_registry()
     champion = registry.set_champion(version or version_before(registry), by=by, reason=reason)
-    _answer({"champion": champion.version}, json_out, f"champion is again version {champion.version}")
+    answer({"champion": champion.version}, json_out, f"champion is again version {champion.version}")
 
 
 @app.command()
@@ -228,7 +224,7 @@ def ingest(
 
     workspace = _workspace(config, settings, target=target)
     counts = ingest_files(workspace, files, tenant=tenant, consent=consent, screen=Screen())
-    _answer(counts, json_out, f"read {counts['read']}, kept {counts['kept']}, rejected {counts['rejected'] or 'none'}")
+    answer(counts, json_out, f"read {counts['read']}, kept {counts['kept']}, rejected {counts['rejected'] or 'none'}")
 
 
 @app.command()
@@ -238,7 +234,7 @@ def status(overrides: Overrides = None, config: ConfigFiles = None, json_out: Js
     from draftloop.pipeline.status import status as read
 
     found = read(_workspace(config, overrides))
-    _answer(found, json_out, describe(found))
+    answer(found, json_out, describe(found))
 
 
 @app.command()
@@ -253,7 +249,7 @@ def audit(
     from draftloop.pipeline.audit_report import audit_lines, describe
 
     found = audit_lines(_workspace(config, overrides), act=act, since=since)
-    _answer({"records": found}, json_out, describe(found))
+    answer({"records": found}, json_out, describe(found))
 
 
 @app.command()
@@ -273,7 +269,7 @@ def doctor(
     if known is None:
         raise ConfigError(f"--as {part}: no such part", mend=f"one of {', '.join(CHECKS)}")
     findings = examine(_workspace(config, overrides, target=target), known)
-    _answer({"checks": findings}, json_out, show(findings))
+    answer({"checks": findings}, json_out, show(findings))
     if not all(finding["ok"] for finding in findings):
         raise typer.Exit(1)
 
@@ -286,7 +282,7 @@ def show_config(
     from draftloop.pipeline.config import shown
 
     resolved = shown(_config(config, overrides, target=target))
-    _answer(resolved, json_out, json.dumps(resolved, indent=1))
+    answer(resolved, json_out, json.dumps(resolved, indent=1))
 
 
 if __name__ == "__main__":

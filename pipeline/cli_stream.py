@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from draftloop.pipeline.cli_answer import Json, answer
 from draftloop.pipeline.errors import AccessSurpriseError, ConfigError, DraftloopError, LocalBrokerError
 
 broker_app = typer.Typer(no_args_is_help=True, help="A real Apache Kafka on this machine, for development and tests.")
@@ -18,12 +18,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="What things cost, beside a p
 
 Home = Annotated[Path, typer.Option("--home", help="The broker's folder.")]
 Libs = Annotated[Path | None, typer.Option("--libs", help="Folder of Kafka's jars.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")]
 DEFAULT_HOME = Path("broker")
-
-
-def _answer(value: dict[str, Any], wants_json: bool, text: str) -> None:
-    print(json.dumps(value) if wants_json else text)
 
 
 @broker_app.command("up")
@@ -44,7 +39,7 @@ def broker_up(
     if not ran:
         note(home, "broker.start", "done")
     found = broker.status()
-    _answer(found, json_out, _describe(found))
+    answer(found, json_out, _describe(found))
 
 
 @broker_app.command("down")
@@ -64,7 +59,7 @@ def broker_down(
     except DraftloopError as error:  # whatever is wrong with it or its files, it must still be stopped
         typer.echo(f"the stop is not on the audit topic: {error.message}", err=True)
     stopped = broker.down(wait_s=wait_s)
-    _answer({"stopped": stopped}, json_out, "stopped" if stopped else "it was not running")
+    answer({"stopped": stopped}, json_out, "stopped" if stopped else "it was not running")
 
 
 @broker_app.command("status")
@@ -73,7 +68,7 @@ def broker_status(home: Home = DEFAULT_HOME, json_out: Json = False) -> None:
     from draftloop.pipeline.stream.broker import LocalBroker
 
     found = LocalBroker(home).status()
-    _answer(found, json_out, _describe(found))
+    answer(found, json_out, _describe(found))
     if not found["running"]:
         raise typer.Exit(LocalBrokerError.exit_code)
 
@@ -88,7 +83,7 @@ def broker_logs(
     from draftloop.pipeline.stream.broker import LocalBroker
 
     found = LocalBroker(home).log_tail(lines)
-    _answer({"lines": found}, json_out, "\n".join(found))
+    answer({"lines": found}, json_out, "\n".join(found))
 
 
 @broker_app.command("fetch")
@@ -100,7 +95,7 @@ def broker_fetch(
     from draftloop.pipeline.stream.broker import fetch
 
     found = fetch(libs)
-    _answer({"libs": str(found)}, json_out, f"jars in {found}: draftloop broker up --libs {found}")
+    answer({"libs": str(found)}, json_out, f"jars in {found}: draftloop broker up --libs {found}")
 
 
 @broker_app.command("certificates")
@@ -109,7 +104,7 @@ def broker_certificates(home: Home = DEFAULT_HOME, json_out: Json = False) -> No
     from draftloop.pipeline.stream.broker import LocalBroker
 
     LocalBroker(home).certificates()
-    _answer({"home": str(home)}, json_out, f"certificates in {home / 'tls'}")
+    answer({"home": str(home)}, json_out, f"certificates in {home / 'tls'}")
 
 
 @broker_app.command("admit")
@@ -123,7 +118,7 @@ def broker_admit(
     from draftloop.pipeline.stream.broker import LocalBroker
 
     LocalBroker(home).admit(bootstrap=bootstrap, mtls_bootstrap=mtls)
-    _answer({"home": str(home)}, json_out, f"{home / 'clients' / 'admin.toml'} reaches {bootstrap}")
+    answer({"home": str(home)}, json_out, f"{home / 'clients' / 'admin.toml'} reaches {bootstrap}")
 
 
 def _describe(found: dict[str, Any]) -> str:
@@ -157,7 +152,7 @@ def access_plan(
 
     with open_site(home, access) as site:
         found = site.plan()
-    _answer(found.to_dict(), json_out, found.text())
+    answer(found.to_dict(), json_out, found.text())
     if found.impossible:
         raise typer.Exit(ConfigError.exit_code)
     if check and not found.in_sync:
@@ -185,7 +180,7 @@ def access_apply(
 
     with open_site(home, access) as site:
         done = site.apply(rotate=rotate or (), prune=prune, on_act=Screen().say)
-    _answer(done.to_dict(), json_out, done.text())
+    answer(done.to_dict(), json_out, done.text())
     try:
         done.check()
     except ConfigError as error:  # what was done is the answer either way
@@ -217,11 +212,11 @@ def access_verify(home: AccessHome = DEFAULT_HOME, access: AccessFile = None, js
                 advance(len(begun), f"{len(matrix.cells)} acts tried")
                 matrix.check()
         except AccessSurpriseError as error:  # the cells are the answer either way
-            _answer(matrix.to_dict(), json_out, matrix.text())
+            answer(matrix.to_dict(), json_out, matrix.text())
             told = error if json_out else f"not as the access file says, see above\n  mend: {error.mend}"
             typer.echo(f"AccessSurpriseError: {told}", err=True)
             raise typer.Exit(error.exit_code) from None
-    _answer(matrix.to_dict(), json_out, matrix.text())
+    answer(matrix.to_dict(), json_out, matrix.text())
 
 
 @access_app.command("example")
@@ -230,7 +225,7 @@ def access_example(json_out: Json = False) -> None:
     from draftloop.pipeline.stream.access_spec import DEFAULT_FILE
 
     toml = DEFAULT_FILE.read_text(encoding="utf-8")
-    _answer({"toml": toml}, json_out, toml.rstrip("\n"))
+    answer({"toml": toml}, json_out, toml.rstrip("\n"))
 
 
 @bench_app.command("log")
@@ -254,7 +249,7 @@ def bench_log(
         raise ConfigError("confluent-kafka, the peer, is not installed", mend="pip install 'draftloop[kafka,bench]'")
     with _broker_for(home, libs) as admin, Screen().bar("bench log", rounds * len(CLIENTS)) as advance:
         result = bench_log(admin, records=records, record_bytes=record_bytes, rounds=rounds, on_progress=advance)
-    _answer(result, json_out, table(result))
+    answer(result, json_out, table(result))
 
 
 @bench_app.command("curate")
@@ -270,7 +265,7 @@ def bench_curate(
     from draftloop.pipeline.ui import Screen
 
     result = bench_curate(folder, sizes=sizes or (100_000, 1_000_000), log=log, rounds=rounds, say=Screen().say)
-    _answer(result, json_out, table(result))
+    answer(result, json_out, table(result))
 
 
 @bench_app.command("capture")
@@ -290,7 +285,7 @@ def bench_capture(
 
     with _broker_for(home, libs) as admin:
         result = measure(admin, LoadPlan(rate=rate, seconds=seconds))
-    _answer(msgspec.to_builtins(result), json_out, table(result))
+    answer(msgspec.to_builtins(result), json_out, table(result))
 
 
 @contextmanager

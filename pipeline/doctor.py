@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from draftloop.pipeline.config import without_userinfo
 from draftloop.pipeline.errors import DraftloopError
+from draftloop.pipeline.stream.audit import AUDIT_TOPIC
 from draftloop.pipeline.workspace import Workspace
 
 NEEDED = {
@@ -98,9 +99,17 @@ def _disk(workspace: Workspace) -> str:
 
 
 def _log(workspace: Workspace) -> str:
+    return _records(workspace, workspace.raw_topic())
+
+
+def _audit(workspace: Workspace) -> str:
+    return _records(workspace, AUDIT_TOPIC)
+
+
+def _records(workspace: Workspace, topic: str) -> str:
     log = workspace.open_log()
     try:
-        return f"{sum(log.end_offsets(workspace.raw_topic()).values())} records in {workspace.raw_topic()}"
+        return f"{sum(log.end_offsets(topic).values())} records in {topic}"
     finally:
         log.close()
 
@@ -122,16 +131,6 @@ def _secrets(workspace: Workspace) -> str:
         if path.exists() and path.stat().st_mode & 0o077:
             raise DraftloopError(f"{path} can be read by others", mend=f"chmod 600 {path}")
     return f"{len(files)} file(s), readable by their owner only"
-
-
-def _audit(workspace: Workspace) -> str:
-    from draftloop.pipeline.stream.audit import AUDIT_TOPIC
-
-    log = workspace.open_log()
-    try:
-        return f"{sum(log.end_offsets(AUDIT_TOPIC).values())} records in {AUDIT_TOPIC}"
-    finally:
-        log.close()
 
 
 def _registry(workspace: Workspace) -> str:

@@ -154,12 +154,35 @@ class ClientFiles:
             write_private(certificate, issued)
 
 
-class SecretFolder:
+class _Store:
+    """What both stores do alike: client files that say where a password is."""
+
+    def __init__(self, clients: ClientFiles) -> None:
+        self._clients = clients
+
+    def obstacle(self, principal: PrincipalSpec) -> str | None:
+        return self._clients.obstacle(principal)
+
+    def client_differs(self, principal: PrincipalSpec) -> bool:
+        return self._clients.differs(principal, self._login(principal))
+
+    def write_client(self, principal: PrincipalSpec) -> None:
+        self._clients.write(principal, self._login(principal))
+
+    def _login(self, principal: PrincipalSpec) -> KafkaSecurity | None:
+        return self._password(principal.name) if principal.auth == "scram" else None
+
+    def _password(self, principal: str) -> KafkaSecurity:
+        """A SCRAM user's login, its password named by its place."""
+        raise NotImplementedError
+
+
+class SecretFolder(_Store):
     """One 0600 file a user: NAME.password, and NAME.password.new while a new one is on its way."""
 
     def __init__(self, folder: Path, clients: ClientFiles) -> None:
+        super().__init__(clients)
         self._folder = folder.absolute()
-        self._clients = clients
 
     def kept(self, principal: str) -> bool:
         return self._file(principal).exists()
@@ -183,19 +206,8 @@ class SecretFolder:
         except OSError as error:
             raise self._refused(principal, error) from error
 
-    def obstacle(self, principal: PrincipalSpec) -> str | None:
-        return self._clients.obstacle(principal)
-
-    def client_differs(self, principal: PrincipalSpec) -> bool:
-        return self._clients.differs(principal, self._login(principal))
-
-    def write_client(self, principal: PrincipalSpec) -> None:
-        self._clients.write(principal, self._login(principal))
-
-    def _login(self, principal: PrincipalSpec) -> KafkaSecurity | None:
-        if principal.auth != "scram":
-            return None
-        return self._clients.scram(principal.name, file=self._file(principal.name))
+    def _password(self, principal: str) -> KafkaSecurity:
+        return self._clients.scram(principal, file=self._file(principal))
 
     def _file(self, principal: str) -> Path:
         return self._folder / f"{principal}.password"
@@ -213,12 +225,12 @@ class SecretFolder:
         )
 
 
-class SecretCommand:
+class SecretCommand(_Store):
     """Hands each password to a command on its stdin; clients find theirs in an environment variable."""
 
     def __init__(self, command: tuple[str, ...], clients: ClientFiles) -> None:
+        super().__init__(clients)
         self._command = command
-        self._clients = clients
 
     def kept(self, principal: str) -> bool:
         return True  # it cannot be looked at
@@ -253,20 +265,9 @@ class SecretCommand:
     def settle(self, principal: str) -> None:
         pass
 
-    def obstacle(self, principal: PrincipalSpec) -> str | None:
-        return self._clients.obstacle(principal)
-
-    def client_differs(self, principal: PrincipalSpec) -> bool:
-        return self._clients.differs(principal, self._login(principal))
-
-    def write_client(self, principal: PrincipalSpec) -> None:
-        self._clients.write(principal, self._login(principal))
-
-    def _login(self, principal: PrincipalSpec) -> KafkaSecurity | None:
-        if principal.auth != "scram":
-            return None
-        variable = principal.name.upper().replace("-", "_").replace(".", "_") + "_PASSWORD"
-        return self._clients.scram(principal.name, env=variable)
+    def _password(self, principal: str) -> KafkaSecurity:
+        variable = principal.upper().replace("-", "_").replace(".", "_") + "_PASSWORD"
+        return self._clients.scram(principal, env=variable)
 
 
 def open_secrets(

@@ -15,8 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from draftloop.pipeline.errors import InputError, StorageError
-from draftloop.pipeline.stream.log import LogEntry, Offsets, StoredEntry, partition_of, unknown_topic
+from draftloop.pipeline.errors import StorageError
+from draftloop.pipeline.stream.log import (
+    LogEntry,
+    Offsets,
+    StoredEntry,
+    partition_of,
+    require_partitions,
+    unknown_topic,
+)
 
 SCHEMA_VERSION = 1
 READ_PAGE = 256  # entries fetched per lock hold: a slow reader neither blocks writers nor keeps the WAL from shrinking
@@ -65,17 +72,12 @@ class SqliteLog:
 
     def create_topic(self, topic: str, *, num_partitions: int) -> None:
         """As CaptureLog. Also raises InputError for less than one partition."""
-        if num_partitions < 1:
-            raise InputError(f"topic {topic!r} with {num_partitions} partitions", mend="give it at least one")
+        require_partitions(topic, num_partitions)
         with self._writing("create a topic") as connection:
             known = self._num_partitions(connection).get(topic)
-            if known == num_partitions:
-                return
+            require_partitions(topic, num_partitions, known)
             if known is not None:
-                raise InputError(
-                    f"topic {topic!r} has {known} partitions, not {num_partitions}",
-                    mend="use that count, or a topic of another name: a key's partition must not change",
-                )
+                return
             row = connection.execute("INSERT INTO topics (name) VALUES (?)", (topic,))
             fresh = [(row.lastrowid, number, 0) for number in range(num_partitions)]
             connection.executemany("INSERT INTO partitions VALUES (?, ?, ?)", fresh)
