@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from samples import FINGERPRINT
 
 from draftloop.pipeline.data.curate import CurateConfig, curate, pending_window
 from draftloop.pipeline.errors import (
@@ -26,7 +27,6 @@ from draftloop.pipeline.errors import (
     UndecodableRecordError,
     WrongClusterError,
 )
-from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import SCHEMA_VERSION, CapturedRequest, Consent, Sampling, decode, encode, pack_ids
 from draftloop.pipeline.stream.access_rules import Acl
 from draftloop.pipeline.stream.kafka_admin import KafkaAdmin
@@ -34,21 +34,6 @@ from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity
 from draftloop.pipeline.stream.kafka_connect import probe
 from draftloop.pipeline.stream.kafka_log import KafkaLog
 from draftloop.pipeline.stream.log import LogEntry
-
-FINGERPRINT = Fingerprint(
-    weights_digest="a" * 64,
-    tokenizer_digest="b" * 64,
-    template_digest="c" * 64,
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import PRINCIPALS, small, spec_of
 
 from draftloop.pipeline.errors import (
     AccessDeniedError,
@@ -41,27 +42,6 @@ from draftloop.pipeline.stream.audit import AUDIT_TOPIC, MemoryAudit
 from draftloop.pipeline.stream.kafka_config import KafkaConfig, KafkaSecurity, read_client
 
 PRUNE = "`draftloop access apply --home HOME --access FILE --prune`"
-PRINCIPALS = ("hook", "curator", "trainer", "agent", "officer", "auditor")
-
-
-def small(**changes: Any) -> dict[str, Any]:
-    """A small access file's values, with changes at the top level."""
-    return {
-        "targets": ["m"],
-        "topics": [
-            {"name": "draftloop.raw.{target}", "partitions": 2, "retention": "72h"},
-            {"name": "draftloop.audit", "partitions": 1, "retention": "forever"},
-        ],
-        "principals": [
-            {"name": "draftloop-hook", "acls": [{"allow": ["WRITE"], "topic_prefix": "draftloop.raw."}]},
-            {"name": "draftloop-reader", "acls": [{"allow": ["READ"], "topic": "draftloop.raw.{target}"}]},
-        ],
-        **changes,
-    }
-
-
-def spec_of(**changes: Any) -> AccessSpec:
-    return parse_spec(small(**changes), "test")
 
 
 def admin_config() -> KafkaConfig:

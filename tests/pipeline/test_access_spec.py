@@ -8,35 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import PRINCIPALS, small, spec_of
 
 from draftloop.pipeline.config import Config
 from draftloop.pipeline.errors import ConfigError
 from draftloop.pipeline.stream.access_rules import Acl, allows
-from draftloop.pipeline.stream.access_spec import AccessSpec, TopicState, load_spec, parse_spec
+from draftloop.pipeline.stream.access_spec import TopicState, load_spec, parse_spec
 from draftloop.pipeline.stream.topics import slug
 from draftloop.pipeline.workspace import Workspace
-
-PRINCIPALS = ("hook", "curator", "trainer", "agent", "officer", "auditor")
-
-
-def small(**changes: Any) -> dict[str, Any]:
-    """A small access file's values, with changes at the top level."""
-    return {
-        "targets": ["m"],
-        "topics": [
-            {"name": "draftloop.raw.{target}", "partitions": 2, "retention": "72h"},
-            {"name": "draftloop.audit", "partitions": 1, "retention": "forever"},
-        ],
-        "principals": [
-            {"name": "draftloop-hook", "acls": [{"allow": ["WRITE"], "topic_prefix": "draftloop.raw."}]},
-            {"name": "draftloop-reader", "acls": [{"allow": ["READ"], "topic": "draftloop.raw.{target}"}]},
-        ],
-        **changes,
-    }
-
-
-def spec_of(**changes: Any) -> AccessSpec:
-    return parse_spec(small(**changes), "test")
 
 
 def with_topic(**changes: Any) -> dict[str, Any]:

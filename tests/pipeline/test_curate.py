@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from samples import FINGERPRINT
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.data import curate_index
@@ -36,7 +37,6 @@ from draftloop.pipeline.errors import (
     SnapshotError,
     StorageError,
 )
-from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import (
     CapturedRequest,
     Consent,
@@ -50,20 +50,6 @@ from draftloop.pipeline.records import (
 from draftloop.pipeline.stream.log import CaptureLog, LogEntry, MemoryLog, Offsets, StoredEntry
 
 TOPIC = "draftloop.raw.tiny"
-FINGERPRINT = Fingerprint(
-    weights_digest="a" * 64,
-    tokenizer_digest="b" * 64,
-    template_digest="c" * 64,
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 CONFIG = CurateConfig(heldout_fraction=0.3, max_output_tokens=20, max_sequence_tokens=30)
 
 
@@ -422,7 +408,7 @@ def test_permission_is_asked_before_sizes_and_no_long_id_enters_the_ledger() -> 
 CURATE_UNIQUE_SLICES = """
 import resource, sys, tempfile
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 import test_curate as t
 class Log(t.MemoryLog):
     def end_offsets(self, topic): return {0: int(sys.argv[1])}
@@ -442,7 +428,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 def test_memory_does_not_grow_with_long_texts_that_never_repeat() -> None:
     def peak_mb(count: int) -> int:
-        command = [sys.executable, "-c", CURATE_UNIQUE_SLICES, str(count), str(Path(__file__).parent)]
+        here = Path(__file__).parent
+        folders = [str(here), str(here.parent / "shared")]
+        command = [sys.executable, "-c", CURATE_UNIQUE_SLICES, str(count), *folders]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     few, many = peak_mb(1500), peak_mb(7000)

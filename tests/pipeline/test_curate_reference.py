@@ -15,12 +15,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from samples import FINGERPRINT
 
 from draftloop.pipeline.data.curate import CurateConfig, Window, curate, publish_curated
 from draftloop.pipeline.data.mixture import is_heldout, quotas, rank, replay_rows
 from draftloop.pipeline.data.snapshot import Reject, Row, Snapshot, open_snapshot, publish_snapshot, read_rejects
 from draftloop.pipeline.errors import EmptySnapshotError, NewerSchemaError, UndecodableRecordError
-from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import (
     CapturedRequest,
     Consent,
@@ -35,20 +35,6 @@ from draftloop.pipeline.records import (
 from draftloop.pipeline.stream.log import LogEntry, MemoryLog, StoredEntry
 
 TOPIC = "draftloop.raw.tiny"
-FINGERPRINT = Fingerprint(
-    weights_digest="a" * 64,
-    tokenizer_digest="b" * 64,
-    template_digest="c" * 64,
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 
 
 # --- the reference: everything in memory, lists of numbers, one pass per rule ---

@@ -11,24 +11,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import FINGERPRINT as ONE
 
 from draftloop.pipeline.errors import FingerprintMismatchError
 from draftloop.pipeline.fingerprint import Fingerprint, require_same, require_same_digest
 
-ONE = Fingerprint(
-    weights_digest="a" * 64,
-    tokenizer_digest="b" * 64,
-    template_digest="c" * 64,
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 OTHER: dict[str, Any] = {
     "weights_digest": "d" * 64,
     "tokenizer_digest": "d" * 64,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from samples import chain, security
 
 from draftloop.pipeline.errors import (
     AuthenticationError,
@@ -33,11 +34,6 @@ def password_file(tmp_path: Path) -> Path:
     file.write_text(f"{CANARY}\n")
     file.chmod(0o600)
     return file
-
-
-def security(**settings: Any) -> KafkaSecurity:
-    known: dict[str, Any] = {"username": "hook", "password_file": "/secret", "ca_file": "/ca.pem"}
-    return KafkaSecurity(**(known | settings))
 
 
 @pytest.mark.parametrize(
@@ -173,15 +169,6 @@ def test_a_token_command_that_hangs_or_is_missing_is_not_quoted(monkeypatch: pyt
     with pytest.raises(AuthenticationError, match="did not run: FileNotFoundError") as missing:
         token("/no/such/command", CANARY).token()
     assert CANARY not in chain(slow.value) + chain(missing.value)
-
-
-def chain(error: BaseException | None) -> str:
-    """All that a traceback would show of an error's texts."""
-    texts = ""
-    while error is not None:
-        texts += f"{error!r} {error} "
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return texts
 
 
 PATHS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0\x7f/"), min_size=1, max_size=12).map(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import chain, security
 
 from draftloop.pipeline.errors import (
     AccessDeniedError,
@@ -64,20 +65,6 @@ def pair(folder: Path, name: str, made: tuple[bytes, bytes]) -> tuple[Path, Path
     certificate.write_bytes(made[0])
     key.write_bytes(made[1])
     return certificate, key
-
-
-def security(**settings: Any) -> KafkaSecurity:
-    known: dict[str, Any] = {"username": "hook", "password_file": "/secret", "ca_file": "/ca.pem"}
-    return KafkaSecurity(**(known | settings))
-
-
-def chain(error: BaseException | None) -> str:
-    """All that a traceback would show of an error's texts."""
-    texts = ""
-    while error is not None:
-        texts += f"{error!r} {error} "
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return texts
 
 
 def test_the_options_hold_the_password_and_do_not_show_it(authority: Authority, password_file: Path) -> None:

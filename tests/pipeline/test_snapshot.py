@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import FINGERPRINT
 
 from draftloop.pipeline.data import packed
 from draftloop.pipeline.data.packed import encode_row, pack
@@ -29,23 +30,7 @@ from draftloop.pipeline.data.snapshot import (
     read_rejects,
 )
 from draftloop.pipeline.errors import EmptySnapshotError, SnapshotError
-from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import pack_floats, pack_ids
-
-FINGERPRINT = Fingerprint(
-    weights_digest="a" * 64,
-    tokenizer_digest="b" * 64,
-    template_digest="c" * 64,
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 
 
 def row(name: str, conversation: str | None = None, **changes: Any) -> Row:
