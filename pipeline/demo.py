@@ -100,8 +100,8 @@ class Demo:
     """The story's actors: one engine that stays up throughout, the loop, and the agent between them."""
 
     def __init__(self, workspace: Workspace, screen: Screen, open_hook_log: Callable[[], CaptureLog]) -> None:
-        from draftloop.pipeline.judge.verdict import check
         from draftloop.pipeline.rollout.agent import Agent
+        from draftloop.pipeline.signature import check
         from draftloop.serving_hooks.capture import CaptureHook
         from draftloop.serving_hooks.embedded.engine import EmbeddedEngine
 

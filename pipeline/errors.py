@@ -36,8 +36,13 @@ DraftloopError                      exit code 1
 ├── RegistryError
 │   └── VersionNotFoundError
 └── EngineError
+    ├── EngineUnreachableError      nothing answers at the engine's address
+    ├── EngineUnsupportedError      this engine, or this release of it, is not supported
+    ├── AdminDeniedError            the engine's admin route wants another token, or no call from this machine
     ├── SwapRefusedError            refused before the engine was touched
+    │   └── SwapBusyError           another swap is under way
     └── SwapFailedError             failed after the engine was touched; the message says what serves now
+        └── ReplicaLostError        the engine cannot be brought back by us: this replica must be restarted
 """
 
 from __future__ import annotations
@@ -237,9 +242,29 @@ class EngineError(DraftloopError):
     """The engine refused or failed."""
 
 
+class EngineUnreachableError(EngineError):
+    """Nothing answers at the engine's address."""
+
+
+class EngineUnsupportedError(EngineError):
+    """This engine, or this release of it, is not supported."""
+
+
+class AdminDeniedError(EngineError):
+    """The engine's admin route wants another token, or no call from this machine."""
+
+
 class SwapRefusedError(EngineError):
     """A drafter was refused before the engine was touched."""
 
 
+class SwapBusyError(SwapRefusedError):
+    """Another swap is under way."""
+
+
 class SwapFailedError(EngineError):
     """A swap failed after the engine was touched."""
+
+
+class ReplicaLostError(SwapFailedError):
+    """The engine cannot be brought back by us: this replica must be restarted."""

@@ -246,8 +246,8 @@ class LoopStages:
         }
 
     def _register(self, context: JobContext, outputs: Outputs) -> dict[str, Any]:
-        from draftloop.pipeline.judge.verdict import check
         from draftloop.pipeline.registry.evidence import candidate
+        from draftloop.pipeline.signature import check
 
         try:  # the file may have been altered since the gate wrote it
             check(

@@ -8,8 +8,6 @@ from the gate; "override" is a person's, made from a refused verdict, and carrie
 from __future__ import annotations
 
 import base64
-import binascii
-import hashlib
 import json
 import os
 import stat
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -28,19 +26,12 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
-    load_pem_public_key,
 )
 
 from draftloop.pipeline.errors import ConfigError, InputError, StorageError, SwapRefusedError
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.judge.gate import Verdict
-
-FORMAT = "draftloop-verdict-1"
-APPLICABLE = frozenset({"passed", "override"})
-_FIELDS = frozenset(
-    {"format", "digest", "fingerprint", "snapshot_id", "champion_digest", "job_key", "decision", "override", "evidence"}
-) | {"time_ms", "signature"}
-_MEND = "apply a registry version with its own signed verdict; make one with `draftloop gate`"
+from draftloop.pipeline.signature import FORMAT, canonical, check_signature, digest_of_target, key_id
 
 
 def sign(
@@ -60,7 +51,7 @@ def sign(
     time_ms: Unix milliseconds, None for now. Raises InputError for evidence about another drafter, champion, target or
     snapshot.
     """
-    target = _digest_of(fingerprint)
+    target = digest_of_target(fingerprint)
     claims = {
         "drafter": (digest, verdict.challenger_digest),
         "champion": (champion_digest, verdict.champion_digest),
@@ -96,7 +87,7 @@ def override(
     Raises SwapRefusedError for a document that this key did not sign or that was not refused, InputError for a blank
     name or reason.
     """
-    _check_signature(document, key.public_key())
+    check_signature(document, key.public_key())
     if document["decision"] != "refused":
         raise SwapRefusedError(
             f"verdict of {document['job_key']} is {document['decision']!r}: only a refused one can be overridden"
@@ -112,26 +103,6 @@ def override(
         "time_ms": _now(time_ms),
     }
     return _signed(body, key)
-
-
-def check(
-    document: Mapping[str, Any], public_key: Ed25519PublicKey, *, digest: str, fingerprint: Fingerprint | str
-) -> None:
-    """Raise SwapRefusedError naming what differs unless the document lets exactly this drafter onto this target."""
-    _check_signature(document, public_key)
-    if document["digest"] != digest:
-        raise SwapRefusedError(f"verdict is for drafter {document['digest']}, this one is {digest}", mend=_MEND)
-    serving = _digest_of(fingerprint)
-    if document["fingerprint"] != serving:
-        raise SwapRefusedError(
-            f"verdict is for target {document['fingerprint']}, the engine serves {serving}",
-            mend="retrain and judge for the target that serves",
-        )
-    if document["decision"] not in APPLICABLE:
-        reasons = "; ".join(document["evidence"]["reasons"])
-        raise SwapRefusedError(
-            f"verdict is {document['decision']!r}: {reasons}", mend="train a better challenger, or keep the champion"
-        )
 
 
 def describe(document: Mapping[str, Any]) -> str:
@@ -181,19 +152,6 @@ def load_or_make_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def load_public_key(path: Path) -> Ed25519PublicKey:
-    """The public key an agent trusts. Raises ConfigError."""
-    try:
-        key = load_pem_public_key(path.read_bytes())
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(
-            f"no public key in {path}: {error}", mend="copy the .pub file from where verdicts are signed"
-        ) from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"{path} holds a {type(key).__name__}, not an Ed25519 key", mend="copy the .pub file again")
-    return key
-
-
 def public_key(key: Ed25519PrivateKey) -> Ed25519PublicKey:
     """The half that agents hold."""
     return key.public_key()
@@ -204,20 +162,6 @@ def public_key_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.pub")
 
 
-def key_id(public_key: Ed25519PublicKey) -> str:
-    """Short name of a key: 16 hex digits of the sha256 of its raw bytes."""
-    return hashlib.sha256(public_key.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()[:16]
-
-
-def canonical(body: Mapping[str, Any]) -> bytes:
-    """The bytes that are signed: sorted keys, no spaces, ASCII. Raises ValueError for NaN or infinity."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-
-
-def _digest_of(fingerprint: Fingerprint | str) -> str:
-    return fingerprint if isinstance(fingerprint, str) else fingerprint.digest
-
-
 def _now(time_ms: int | None) -> int:
     return int(time.time() * 1000) if time_ms is None else time_ms
 
@@ -225,30 +169,6 @@ def _now(time_ms: int | None) -> int:
 def _signed(body: dict[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
     value = base64.b64encode(key.sign(canonical(body))).decode()
     return {**body, "signature": {"algorithm": "Ed25519", "key_id": key_id(key.public_key()), "value": value}}
-
-
-def _check_signature(document: Mapping[str, Any], public_key: Ed25519PublicKey) -> None:
-    """Nothing in the document is believed before this passed."""
-    signature = document.get("signature")
-    if not isinstance(signature, Mapping) or not isinstance(signature.get("value"), str):
-        raise SwapRefusedError("verdict is unsigned", mend=_MEND)
-    if signature.get("algorithm") != "Ed25519":
-        raise SwapRefusedError(f"verdict is signed with {signature.get('algorithm')!r}, not Ed25519", mend=_MEND)
-    trusted = key_id(public_key)
-    if signature.get("key_id") != trusted:
-        raise SwapRefusedError(
-            f"verdict is signed by key {signature.get('key_id')}, this agent trusts {trusted}",
-            mend="install the signer's public key, if it is yours",
-        )
-    body = {name: value for name, value in document.items() if name != "signature"}
-    try:
-        public_key.verify(base64.b64decode(signature["value"], validate=True), canonical(body))
-    except (InvalidSignature, binascii.Error, ValueError, TypeError) as error:
-        raise SwapRefusedError(
-            "verdict was altered after it was signed, or its signature is wrong", mend=_MEND
-        ) from error
-    if document.get("format") != FORMAT or document.keys() != _FIELDS:
-        raise SwapRefusedError(f"verdict has format {document.get('format')!r}, expected {FORMAT!r}", mend=_MEND)
 
 
 def _make_key(path: Path) -> None:

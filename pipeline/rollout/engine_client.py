@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from draftloop.pipeline.errors import SwapFailedError
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import ProbeResult, SpecCounters
 
 
+class Swapped(NamedTuple):
+    """A drafter got in."""
+
+    tensors: str  # digest of the loaded tensors, as its manifest names them; "" without a drafter
+    pause_ms: float  # how long requests stood still
+
+
 class EngineClient(Protocol):
-    """One engine replica. `load_drafter` is called between `pause` and `resume` only."""
+    """One engine replica."""
 
     def fingerprint(self) -> Fingerprint: ...
 
     def drafter_version(self) -> str | None: ...
 
-    def pause(self) -> None:
-        """Stop between two steps; running requests keep their state."""
+    def swap(self, folder: Path | None, version: str | None) -> Swapped:
+        """Replace the drafter's weights (None: no drafter) between two steps; running requests keep their state.
 
-    def load_drafter(self, folder: Path | None, version: str | None) -> str:
-        """Replace the drafter's weights (None: no drafter); return the digest of the loaded tensors.
-
-        Raises CheckpointError, FingerprintMismatchError, SwapRefusedError, SwapFailedError.
+        The engine goes on whatever happens. Raises CheckpointError, FingerprintMismatchError, SwapRefusedError where
+        nothing was touched, SwapFailedError where it was, ReplicaLostError where only a restart helps.
         """
-
-    def resume(self) -> None: ...
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult: ...
 

@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 
 from draftloop.pipeline.config import Config, load  # noqa: E402
 from draftloop.pipeline.errors import InputError  # noqa: E402
-from draftloop.pipeline.judge.verdict import check  # noqa: E402
 from draftloop.pipeline.loop import RunResult, run_once  # noqa: E402
 from draftloop.pipeline.records import Sampling  # noqa: E402
 from draftloop.pipeline.registry.registry import MemoryRegistry  # noqa: E402
 from draftloop.pipeline.rollout.agent import Agent  # noqa: E402
+from draftloop.pipeline.signature import check  # noqa: E402
 from draftloop.pipeline.stages import LoopStages  # noqa: E402
 from draftloop.pipeline.ui import Screen  # noqa: E402
 from draftloop.pipeline.workspace import Workspace  # noqa: E402

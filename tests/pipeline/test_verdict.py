@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftloop.pipeline import signature
 from draftloop.pipeline.errors import ConfigError, InputError, SwapRefusedError
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.judge import verdict as v
@@ -76,7 +77,9 @@ def signed(passed: bool = True, *, time_ms: int | None = 5, key: Ed25519PrivateK
 
 
 def check(document: Any, **changes: Any) -> None:
-    v.check(document, changes.pop("public_key", PUBLIC), **({"digest": DIGEST, "fingerprint": TARGET} | changes))
+    signature.check(
+        document, changes.pop("public_key", PUBLIC), **({"digest": DIGEST, "fingerprint": TARGET} | changes)
+    )
 
 
 def test_a_passed_verdict_is_accepted_also_after_any_json_round_trip() -> None:
@@ -156,7 +159,9 @@ def test_refusals_name_what_differs() -> None:
     with pytest.raises(SwapRefusedError, match="'refused': tau rose"):
         check(signed(passed=False))
     stranger = Ed25519PrivateKey.generate()
-    with pytest.raises(SwapRefusedError, match=f"signed by key {v.key_id(stranger.public_key())}, this agent trusts"):
+    with pytest.raises(
+        SwapRefusedError, match=f"signed by key {signature.key_id(stranger.public_key())}, this agent trusts"
+    ):
         check(signed(key=stranger))
     other_algorithm = copy.deepcopy(signed())
     other_algorithm["signature"]["algorithm"] = "none"
@@ -166,7 +171,7 @@ def test_refusals_name_what_differs() -> None:
 
 def test_a_stranger_cannot_pass_as_the_trusted_key_by_naming_it() -> None:
     document = copy.deepcopy(signed(key=Ed25519PrivateKey.generate()))
-    document["signature"]["key_id"] = v.key_id(PUBLIC)
+    document["signature"]["key_id"] = signature.key_id(PUBLIC)
     with pytest.raises(SwapRefusedError, match="altered"):
         check(document)
 
@@ -217,8 +222,8 @@ def test_a_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
     key = v.load_or_make_key(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = v.load_or_make_key(path)
-    assert v.key_id(again.public_key()) == v.key_id(key.public_key())
-    assert v.key_id(v.load_public_key(v.public_key_path(path))) == v.key_id(v.public_key(key))
+    assert signature.key_id(again.public_key()) == signature.key_id(key.public_key())
+    assert signature.key_id(signature.load_public_key(v.public_key_path(path))) == signature.key_id(v.public_key(key))
     assert sorted(item.name for item in path.parent.iterdir()) == ["gate.key", "gate.key.pub"]
 
 
@@ -227,7 +232,7 @@ def test_a_lost_public_key_is_written_again(tmp_path: Path) -> None:
     key = v.load_or_make_key(path)
     v.public_key_path(path).unlink()
     v.load_or_make_key(path)
-    assert v.key_id(v.load_public_key(v.public_key_path(path))) == v.key_id(key.public_key())
+    assert signature.key_id(signature.load_public_key(v.public_key_path(path))) == signature.key_id(key.public_key())
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -250,9 +255,9 @@ def test_a_file_that_is_no_key_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an Ed25519 key"):
         v.load_or_make_key(path)
     with pytest.raises(ConfigError, match="no public key"):
-        v.load_public_key(path)
+        signature.load_public_key(path)
     with pytest.raises(ConfigError, match="no public key"):
-        v.load_public_key(tmp_path / "missing.pub")
+        signature.load_public_key(tmp_path / "missing.pub")
 
 
 def test_of_two_makers_one_key_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +272,13 @@ def test_of_two_makers_one_key_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "link", beaten)
     loser = v.load_or_make_key(path)
-    assert v.key_id(loser.public_key()) == v.key_id(winner[0].public_key())
+    assert signature.key_id(loser.public_key()) == signature.key_id(winner[0].public_key())
     assert sorted(item.name for item in tmp_path.iterdir()) == ["gate.key", "gate.key.pub"]
 
 
 def test_not_a_number_is_never_signed() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        v.canonical({"ratio": float("nan")})
+        signature.canonical({"ratio": float("nan")})
 
 
 def test_a_fingerprint_and_its_digest_are_the_same_target() -> None:

@@ -1,0 +1,1 @@
+"""The plug-in for vLLM: captures finished requests and swaps drafters inside a running server, without a fork."""
