@@ -1,7 +1,7 @@
-"""What the plug-in is told: one TOML file, named by DRAFTLOOP_SERVING. This is the only place that reads the environment.
+"""What the plug-in is told: one TOML file, named by DRAFTLOOP_SERVING. Only this file reads the environment.
 
-vLLM builds a plug-in's parts without arguments and passes none of its flags on, so a file named by a variable is what is
-left.
+vLLM builds a plug-in's parts without arguments and passes none of its flags on, so a file named by a variable is what
+is left.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SwapSettings(_Section):
     public_key: Path | None = None  # verdicts signed by another key are refused
     audit_file: Path | None = None  # JSON lines of what was asked of the route; default: beside staging
     allow_remote: bool = False  # True: whoever has the token may call from other machines
-    record_max_bytes: int = Field(default=8 * 2**30, ge=1)  # a larger drafter is refused before it is read
+    max_drafter_bytes: int = Field(default=8 * 2**30, ge=1)  # a larger drafter is refused before it is read
 
 
 class ServingSettings(_Section):
