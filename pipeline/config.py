@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftloop.pipeline.data.curate import CurateConfig
 from draftloop.pipeline.errors import ConfigError
@@ -17,11 +17,13 @@ from draftloop.pipeline.judge.config import GateConfig
 from draftloop.pipeline.rollout.agent import AgentConfig
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
 from draftloop.pipeline.stream.policy import ConsentPolicy
+from draftloop.pipeline.vllm_config import VllmConfig
 from draftloop.serving_hooks.capture import CaptureLimits
 from draftloop.serving_hooks.embedded.types import EngineConfig
 from draftloop.trainers.config import TrainConfig
 
 _SECRET = re.compile(r"password|passwd|secret|token(?!s)|credential|sasl|security", re.IGNORECASE)
+_CHOICES = frozenset({"log", "engine"})  # sections whose bare word is their kind
 _NOTHING = re.compile(r"(?!)")
 _USERINFO = re.compile(r"://[^\s\"']*@")
 
@@ -44,10 +46,11 @@ class LogConfig(_Section):
     num_partitions: int = Field(default=4, ge=1, le=256)  # of a SQLite log's topics; Kafka's are in the access TOML
     kafka: KafkaConfig = KafkaConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
+
+class EngineChoice(EngineConfig):
+    """Which engine serves; `engine=vllm` is short for `engine.kind="vllm"`. The sizes are the embedded engine's."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"
 
 
 class ReplayConfig(_Section):
@@ -93,7 +96,8 @@ class Config(_Section):
     log: LogConfig = LogConfig()
     consent: ConsentPolicy = ConsentPolicy(version="none")  # nobody consents: nothing is kept
     capture: CaptureLimits = CaptureLimits()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineChoice = EngineChoice()
+    vllm: VllmConfig = VllmConfig()
     curate: CurateConfig = CurateConfig()
     train: TrainConfig = TrainConfig()
     replay: ReplayConfig = ReplayConfig()
@@ -121,11 +125,11 @@ def load(files: Sequence[Path], overrides: Sequence[str], *, base: Sequence[str]
     """
     merged: dict[str, Any] = {}
     for override in base:
-        _merge(merged, _parse_override(override))
+        _merge(merged, _whole(_parse_override(override)))
     for file in files:
-        _merge(merged, _read(file))
+        _merge(merged, _whole(_read(file)))
     for override in overrides:
-        _merge(merged, _parse_override(override))
+        _merge(merged, _whole(_parse_override(override)))
     for key, number in _numbers(merged):
         if not math.isfinite(number):
             raise ConfigError(f"setting {key} = {number}: not a finite number", mend="give a number")
@@ -213,6 +217,13 @@ def _parse_override(override: str) -> dict[str, Any]:
         value = {part: value}
     assert isinstance(value, dict)
     return value
+
+
+def _whole(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer with `log=kafka` and `engine=vllm` spelled out, so that they stand beside other keys of their section."""
+    return {
+        key: {"kind": value} if key in _CHOICES and isinstance(value, str) else value for key, value in layer.items()
+    }
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:

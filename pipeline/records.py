@@ -89,6 +89,13 @@ class ProbeResult(msgspec.Struct, frozen=True):
     counters: SpecCounters
 
 
+class Swapped(msgspec.Struct, frozen=True):
+    """A drafter got into an engine."""
+
+    tensors: str  # digest of the loaded tensors, as its manifest names them; "" without a drafter
+    pause_ms: float  # how long requests stood still
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(CapturedRequest)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from draftloop.pipeline.errors import InputError
+from draftloop.pipeline.records import Swapped
 
 UNBOUNDED = 1e9  # upper end of an interval from one pair (JSON has no infinity)
 
@@ -27,11 +28,7 @@ class SpeedEngine(Protocol):
     def generate(self, requests: Sequence[Any]) -> Sequence[Any]:
         """Completions, in order, with `output_ids`."""
 
-    def pause(self) -> None: ...
-
-    def load_drafter(self, folder: Path | None, version: str | None) -> str: ...
-
-    def resume(self) -> None: ...
+    def swap(self, folder: Path | None, version: str | None) -> Swapped: ...
 
 
 class SpeedProgress(NamedTuple):
@@ -178,11 +175,7 @@ class _Bench:
     def _load(self, drafting: bool) -> None:
         if self._loaded == drafting:
             return
-        self._engine.pause()
-        try:
-            self._engine.load_drafter(*self._arms[drafting])
-        finally:
-            self._engine.resume()
+        self._engine.swap(*self._arms[drafting])
         self._loaded = drafting
 
 

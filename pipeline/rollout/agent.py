@@ -10,7 +10,6 @@ engine may have been changed. A drafter that was refused or taken back is not tr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,9 +187,9 @@ class Agent:
     def _apply(self, memory: Memory, staged: examine.Staged, before: ProbeResult) -> tuple[Memory, Outcome]:
         version = staged.version
         try:
-            swap_ms, tensors = self._swap(staged.folder, version)
-            memory = self._enter(memory, "PROBING", f"loaded in {swap_ms:.0f} ms", swap_ms=swap_ms)
-            examine.require_loaded(staged.tensors, tensors, version=version)
+            swapped = self._engine.swap(staged.folder, version)
+            memory = self._enter(memory, "PROBING", f"loaded in {swapped.pause_ms:.0f} ms", swap_ms=swapped.pause_ms)
+            examine.require_loaded(staged.tensors, swapped.tensors, version=version)
             ties, after = self._prove(before, version)
             examine.require_plausible(after.counters, version=version)
         except (EngineError, InputError) as error:
@@ -200,7 +199,7 @@ class Agent:
             "WATCHING",
             f"probe passed: tau {after.counters.tau:.2f}",
             live=version,
-            serving=Served(version=version, digest=staged.digest, staged=True, tensors=tensors),
+            serving=Served(version=version, digest=staged.digest, staged=True, tensors=swapped.tensors),
             baseline=self._engine.counters(),
             settled=False,
             readings=(),
@@ -209,7 +208,7 @@ class Agent:
         )
         kept = {name for name in (version, memory.previous.version) if name is not None}
         self._journal.prune(kept, self._config.keep_staged)
-        return memory, Outcome("WATCHING", version, memory.reason, swap_ms, ties)
+        return memory, Outcome("WATCHING", version, memory.reason, swapped.pause_ms, ties)
 
     def _previous(self, memory: Memory, version: str) -> tuple[Served, SpecCounters | None]:
         """What a roll back of `version` loads, and the level it had in production. It is brought at hand now."""
@@ -237,16 +236,6 @@ class Agent:
         return canary.level((*(memory.readings or (memory.baseline,)), self._engine.counters()), depth)
 
     # Touching the engine.
-
-    def _swap(self, folder: Path | None, version: str | None) -> tuple[float, str]:
-        """Pause, load, resume whatever happens. Returns ms from pause to resume, and the loaded tensors' digest."""
-        start = time.perf_counter()
-        try:
-            self._engine.pause()
-            tensors = self._engine.load_drafter(folder, version)
-        finally:
-            self._engine.resume()
-        return (time.perf_counter() - start) * 1000, tensors
 
     def _prove(self, before: ProbeResult, version: str | None) -> tuple[examine.Ties, ProbeResult]:
         found = self._engine.drafter_version()
@@ -288,12 +277,12 @@ class Agent:
         if previous.version is not None:
             folder = self._journal.place(previous.version)
             artifact.verify(folder, kind="drafter", error=CheckpointError)
-        swap_ms, tensors = self._swap(folder, previous.version)
-        examine.require_loaded(previous.tensors, tensors, version=previous.version)
+        swapped = self._engine.swap(folder, previous.version)
+        examine.require_loaded(previous.tensors, swapped.tensors, version=previous.version)
         ties = None
         if memory.probed is not None and memory.target == self._engine.fingerprint().digest:
             ties, _ = self._prove(memory.probed, previous.version)
-        return msgspec.structs.replace(previous, tensors=tensors), swap_ms, ties
+        return msgspec.structs.replace(previous, tensors=swapped.tensors), swapped.pause_ms, ties
 
     def _move_alias(self, memory: Memory) -> Memory:
         """Point the alias back at what is live, unless somebody moved it first; tried again at the next pass."""

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from draftloop.pipeline.errors import SwapFailedError
 from draftloop.pipeline.fingerprint import Fingerprint
-from draftloop.pipeline.records import ProbeResult, SpecCounters
-
-
-class Swapped(NamedTuple):
-    """A drafter got in."""
-
-    tensors: str  # digest of the loaded tensors, as its manifest names them; "" without a drafter
-    pause_ms: float  # how long requests stood still
+from draftloop.pipeline.records import ProbeResult, SpecCounters, Swapped
 
 
 class EngineClient(Protocol):
@@ -48,7 +41,7 @@ class FakeEngine:
     digest_of: dict[str | None, str] = field(default_factory=dict)
     fail_loading: set[str | None] = field(default_factory=set)
     version: str | None = None
-    paused: bool = False
+    pause_ms: float = 40.0
     calls: list[str] = field(default_factory=list)
     _counters: SpecCounters = field(default_factory=SpecCounters)
 
@@ -58,21 +51,12 @@ class FakeEngine:
     def drafter_version(self) -> str | None:
         return self.version
 
-    def pause(self) -> None:
-        self.calls.append("pause")
-        self.paused = True
-
-    def load_drafter(self, folder: Path | None, version: str | None) -> str:
-        self.calls.append(f"load {version}")
-        assert self.paused, "load_drafter outside pause/resume"
+    def swap(self, folder: Path | None, version: str | None) -> Swapped:
+        self.calls.append(f"swap {version}")
         if version in self.fail_loading:
             raise SwapFailedError(f"cannot load {version}")
         self.version = version
-        return self.digest_of.get(version, "")
-
-    def resume(self) -> None:
-        self.calls.append("resume")
-        self.paused = False
+        return Swapped(self.digest_of.get(version, ""), self.pause_ms)
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         self.calls.append("probe")

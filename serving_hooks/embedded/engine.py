@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,7 +24,7 @@ from draftloop.pipeline.errors import (
     SwapRefusedError,
 )
 from draftloop.pipeline.fingerprint import Fingerprint
-from draftloop.pipeline.records import ProbeResult, Sampling, SpecCounters
+from draftloop.pipeline.records import ProbeResult, Sampling, SpecCounters, Swapped
 from draftloop.serving_hooks.capture import CaptureHook, FinishedRequest
 from draftloop.serving_hooks.embedded.core import BatchCore
 from draftloop.serving_hooks.embedded.running import Running
@@ -155,6 +156,16 @@ class EmbeddedEngine:
             self._core.drafter, self._core.drafter_version = runner, version
             self._shape = model.config
             return digest
+
+    def swap(self, folder: Path | None, version: str | None) -> Swapped:
+        """Pause, load_drafter, resume whatever happens. Raises what load_drafter raises."""
+        start = time.perf_counter()
+        try:
+            self.pause()
+            tensors = self.load_drafter(folder, version)
+        finally:
+            self.resume()
+        return Swapped(tensors, (time.perf_counter() - start) * 1000)
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         """Greedy outputs through the normal path, ahead of the queue, not captured and not in counters().

@@ -21,7 +21,7 @@ from draftloop.pipeline.errors import (
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.lease import lease
 from draftloop.pipeline.losslessness import Divergence
-from draftloop.pipeline.records import ProbeResult, SpecCounters
+from draftloop.pipeline.records import ProbeResult, SpecCounters, Swapped
 from draftloop.pipeline.registry.registry import Candidate, MemoryRegistry, Version
 from draftloop.pipeline.rollout.agent import Agent, AgentConfig
 from draftloop.pipeline.rollout.canary import CanaryConfig
@@ -62,16 +62,13 @@ class KillableEngine(FakeEngine):
             self.die_at = None
             raise Killed(at)
 
-    def pause(self) -> None:
-        super().pause()
-        self._maybe_die("pause")
-
-    def load_drafter(self, folder: Path | None, version: str | None) -> str:
+    def swap(self, folder: Path | None, version: str | None) -> Swapped:
+        self._maybe_die("swap")
         if folder is not None:
             artifact.verify(folder, kind="drafter", error=SwapFailedError)  # as an engine's own loader does
-        digest = super().load_drafter(folder, version)
-        self._maybe_die(f"load {version}")
-        return digest
+        swapped = super().swap(folder, version)
+        self._maybe_die(f"swapped {version}")
+        return swapped
 
     def probe(self, prompts: Any, max_tokens: int) -> ProbeResult:
         self._maybe_die(f"probe {self.version}")
@@ -173,7 +170,7 @@ def test_a_new_champion_goes_live_in_six_steps(stage: Stage) -> None:
     outcome = stage.agent.reconcile()
     assert (outcome.state, outcome.version, outcome.outputs_identical) == ("WATCHING", "1", True)
     assert outcome.swap_ms is not None
-    assert stage.engine.calls == ["probe", "pause", "load 1", "resume", "probe"]
+    assert stage.engine.calls == ["probe", "swap 1", "probe"]
     stage.engine.serve(num_steps=5000)
     assert stage.agent.reconcile().decision == "PASS"
     assert stage.states() == ["VERIFYING", "STAGED", "SWAPPING", "PROBING", "WATCHING", "LIVE"]
@@ -301,8 +298,7 @@ def test_a_load_that_fails_brings_the_previous_drafter_back_and_resumes(stage: S
     stage.engine.calls.clear()
     outcome = stage.agent.reconcile()
     assert (outcome.state, outcome.version, outcome.outputs_identical) == ("ROLLED_BACK", "1", True)
-    assert stage.engine.calls == ["probe", "pause", "load 2", "resume", "pause", "load 1", "resume", "probe"]
-    assert not stage.engine.paused
+    assert stage.engine.calls == ["probe", "swap 2", "swap 1", "probe"]
     assert "stays refused: cannot load 2" in stage.agent.reconcile().reason
 
 
@@ -392,7 +388,7 @@ def test_an_alias_moved_by_a_person_meanwhile_is_left_alone(stage: Stage) -> Non
     stage.agent.reconcile()
     stage.engine.tau_of["2"] = 1.1
     stage.engine.serve(num_steps=1000)
-    stage.engine.die_at = "load 1"
+    stage.engine.die_at = "swapped 1"
     with pytest.raises(Killed):
         stage.agent.reconcile()
     third = stage.promote(2.2)
@@ -429,7 +425,8 @@ def test_an_alias_that_cannot_be_moved_is_moved_at_a_later_pass(stage: Stage) ->
 
 
 @pytest.mark.parametrize(
-    ("die_at", "state"), [("probe 1", "STAGED"), ("pause", "SWAPPING"), ("load 2", "SWAPPING"), ("probe 2", "PROBING")]
+    ("die_at", "state"),
+    [("probe 1", "STAGED"), ("swap", "SWAPPING"), ("swapped 2", "SWAPPING"), ("probe 2", "PROBING")],
 )
 def test_an_agent_killed_on_the_way_starts_from_what_is_known_and_arrives(
     stage: Stage, die_at: str, state: str
@@ -446,15 +443,14 @@ def test_an_agent_killed_on_the_way_starts_from_what_is_known_and_arrives(
     assert (outcome.state, outcome.version) == ("WATCHING", "2")
     told = [event["reason"] for event in stage.events("state") if event["reason"].startswith("killed while")]
     assert told[-1].startswith(f"killed while {state} version 2")
-    assert ("load 1" in stage.engine.calls) == (state in ("SWAPPING", "PROBING"))
-    assert not stage.engine.paused
+    assert ("swap 1" in stage.engine.calls) == (state in ("SWAPPING", "PROBING"))
 
 
 def test_a_version_that_kills_the_agent_twice_is_refused(stage: Stage) -> None:
     stage.settle_on(2.0)
     stage.promote(2.5)
     for _ in range(2):
-        stage.engine.die_at = "load 2"
+        stage.engine.die_at = "swapped 2"
         with pytest.raises(Killed):
             stage.agent.reconcile()
     outcome = stage.agent.reconcile()
@@ -476,7 +472,7 @@ def test_an_agent_killed_while_taking_back_finishes_it(stage: Stage) -> None:
     stage.agent.reconcile()
     stage.engine.tau_of["2"] = 1.1
     stage.engine.serve(num_steps=1000)
-    stage.engine.die_at = "pause"
+    stage.engine.die_at = "swap"
     with pytest.raises(Killed):
         stage.agent.reconcile()
     assert stage.start().reconcile().version == "1"

@@ -185,3 +185,14 @@ def test_an_override_that_is_wrong_is_told_without_a_secret_that_may_be_in_it(ov
     with pytest.raises(ConfigError) as error:
         load([], [override])
     assert CANARY not in str(error.value)
+
+
+@pytest.mark.parametrize("order", [("engine.max_batch=3", "engine=vllm"), ("engine=vllm", "engine.max_batch=3")])
+def test_a_sections_bare_word_is_its_kind_and_leaves_its_other_keys(order: tuple[str, str]) -> None:
+    engine = load([], order).engine
+    assert (engine.kind, engine.max_batch) == ("vllm", 3)
+
+
+def test_an_unknown_engine_is_named_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kind = 'tgi'.*'embedded' or 'vllm'"):
+        load([], ["engine=tgi"])

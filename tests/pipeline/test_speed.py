@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftloop.pipeline.errors import InputError, SwapFailedError
+from draftloop.pipeline.errors import InputError
 from draftloop.pipeline.judge import speed
+from draftloop.pipeline.records import Swapped
 
 pytest.importorskip("scipy")
 
@@ -33,27 +34,15 @@ class TimedEngine:
     drift: float = 0.0
     now: float = 0.0
     drafting: bool = False
-    paused: bool = False
-    fail: bool = False
     tie: bool = False
     groups: list[tuple[bool, int]] = field(default_factory=list)
 
-    def pause(self) -> None:
-        self.paused = True
-
-    def resume(self) -> None:
-        self.paused = False
-
-    def load_drafter(self, folder: Path | None, version: str | None) -> str:
-        assert self.paused
-        if self.fail and folder is not None:
-            raise SwapFailedError("cannot load")
+    def swap(self, folder: Path | None, version: str | None) -> Swapped:
         assert (folder, version) in ((None, None), DRAFTER)
         self.drafting = folder is not None
-        return ""
+        return Swapped("", 0.0)
 
     def generate(self, requests: Sequence[int]) -> list[Done]:
-        assert not self.paused
         self.groups.append((self.drafting, len(requests)))
         seconds = max(requests) * self.step_s * (1 + self.drift * self.now)
         self.now += seconds / self.tau if self.drafting else seconds
@@ -109,14 +98,6 @@ def test_the_drafter_stays_loaded_at_the_end() -> None:
     engine = TimedEngine()
     speed.measure(engine, DRAFTER, [5], pairs=2, clock=engine.clock)
     assert engine.drafting
-    assert not engine.paused
-
-
-def test_a_failed_load_leaves_the_engine_running() -> None:
-    engine = TimedEngine(fail=True)
-    with pytest.raises(SwapFailedError):
-        speed.measure(engine, DRAFTER, [5], pairs=1, clock=engine.clock)
-    assert not engine.paused
 
 
 def test_progress_counts_every_run() -> None:

@@ -58,11 +58,7 @@ def engine(tiny_target: Any) -> Iterator[EmbeddedEngine]:
 
 
 def load(engine: EmbeddedEngine, folder: Path | None, version: str | None) -> str:
-    engine.pause()
-    try:
-        return engine.load_drafter(folder, version)
-    finally:
-        engine.resume()
+    return engine.swap(folder, version).tensors
 
 
 def test_loading_returns_the_digest_of_what_is_live(
@@ -213,7 +209,7 @@ def test_a_drafter_that_fails_while_its_cache_is_rebuilt_leaves_the_previous_one
     with pytest.raises(SwapFailedError, match=r"out of memory; '1' still serves"):
         load(engine, publish("b", make_drafter(seed=2)), "2")
     assert engine.drafter_version() == "1"
-    assert engine.probe(prompts, 40).output_ids == tuple(plain)
+    assert engine.probe(prompts, 40).output_ids == tuple(plain)  # and the engine goes on
 
 
 def test_a_probe_is_greedy_and_not_counted_and_tells_margins(
