@@ -92,6 +92,11 @@ class ServingSettings(_Section):
             ) from None
 
 
+def is_named(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment names a file at all: without one nobody has asked for the plug-in."""
+    return bool(environ.get(VARIABLE))
+
+
 def load_settings(environ: Mapping[str, str] = os.environ) -> ServingSettings | None:
     """The file the environment names; None where it names none. Relative paths in it count from its folder.
 

@@ -1,0 +1,5 @@
+"""Stand-in until this part is there."""
+
+
+def install() -> None:
+    """Nothing yet."""
