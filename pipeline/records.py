@@ -89,6 +89,16 @@ class ProbeResult(msgspec.Struct, frozen=True):
     counters: SpecCounters
 
 
+class Condition(msgspec.Struct, frozen=True):
+    """What an engine says of itself."""
+
+    boot_id: str = ""  # another one: the process was restarted
+    version: str | None = None  # of the drafter; None: none, or not known
+    digest: str = ""  # of its folder; empty: not known
+    tensors: str = ""  # of its loaded tensors; empty: not known
+    restart_needed: str | None = None  # why only a restart helps
+
+
 class Swapped(msgspec.Struct, frozen=True):
     """A drafter got into an engine."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from draftloop.pipeline.errors import SwapFailedError
 from draftloop.pipeline.fingerprint import Fingerprint
-from draftloop.pipeline.records import ProbeResult, SpecCounters, Swapped
+from draftloop.pipeline.records import Condition, ProbeResult, SpecCounters, Swapped
 
 
 class EngineClient(Protocol):
@@ -18,6 +20,8 @@ class EngineClient(Protocol):
     def fingerprint(self) -> Fingerprint: ...
 
     def drafter_version(self) -> str | None: ...
+
+    def condition(self) -> Condition: ...
 
     def swap(self, folder: Path | None, version: str | None) -> Swapped:
         """Replace the drafter's weights (None: no drafter) between two steps; running requests keep their state.
@@ -31,6 +35,40 @@ class EngineClient(Protocol):
     def counters(self) -> SpecCounters: ...
 
 
+class Generated(msgspec.Struct, frozen=True):
+    """Outputs of internal requests, greedy or sampled."""
+
+    output_ids: tuple[tuple[int, ...], ...]
+    margins: tuple[tuple[float, ...], ...]  # per token: log-probability of the best minus the second best
+    counters: SpecCounters
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """Outputs under the target alone, per output and token."""
+
+    logprobs: tuple[tuple[float, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]  # 1: the target's best
+    margins: tuple[tuple[float, ...], ...]  # log-probability of the target's best minus this token's
+
+
+@runtime_checkable
+class ProbingEngine(Protocol):
+    """An engine that can be asked whether its speculation is lossless: see pipeline/lossless_probe.py."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        speculate: bool = True,
+    ) -> Generated:
+        """speculate False: token by token, which no drafter has a part in."""
+
+    def score(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Scores: ...
+
+
 @dataclass
 class FakeEngine:
     """The in-memory twin: says what it is told, counts what it is asked, fails where it is told to."""
@@ -42,6 +80,8 @@ class FakeEngine:
     fail_loading: set[str | None] = field(default_factory=set)
     version: str | None = None
     pause_ms: float = 40.0
+    boot_id: str = "first"
+    restart_needed: str | None = None
     calls: list[str] = field(default_factory=list)
     _counters: SpecCounters = field(default_factory=SpecCounters)
 
@@ -50,6 +90,9 @@ class FakeEngine:
 
     def drafter_version(self) -> str | None:
         return self.version
+
+    def condition(self) -> Condition:
+        return Condition(self.boot_id, self.version, "", self.digest_of.get(self.version, ""), self.restart_needed)
 
     def swap(self, folder: Path | None, version: str | None) -> Swapped:
         self.calls.append(f"swap {version}")

@@ -24,7 +24,7 @@ from draftloop.pipeline.errors import (
     SwapRefusedError,
 )
 from draftloop.pipeline.fingerprint import Fingerprint
-from draftloop.pipeline.records import ProbeResult, Sampling, SpecCounters, Swapped
+from draftloop.pipeline.records import Condition, ProbeResult, Sampling, SpecCounters, Swapped
 from draftloop.serving_hooks.capture import CaptureHook, FinishedRequest
 from draftloop.serving_hooks.embedded.core import BatchCore
 from draftloop.serving_hooks.embedded.running import Running
@@ -53,6 +53,7 @@ class EmbeddedEngine:
         self._failure: BaseException | None = None
         self._live: dict[str, Running] = {}
         self._num_probes = 0
+        self._boot_id = f"{time.time_ns():x}"
         self._shape: Eagle3Config | None = None  # of the first drafter; fixed from then on
 
     def __enter__(self) -> EmbeddedEngine:
@@ -113,6 +114,9 @@ class EmbeddedEngine:
 
     def drafter_version(self) -> str | None:
         return self._core.drafter_version
+
+    def condition(self) -> Condition:
+        return Condition(self._boot_id, self._core.drafter_version)
 
     def counters(self) -> SpecCounters:
         """Speculation since the start; probes are not counted."""
