@@ -80,7 +80,7 @@ def write_serving(
     identity: IdentitySettings | None = None,
     swap: SwapSettings | None = None,
 ) -> ServingFiles:
-    """Write serving.toml, the fingerprint, and (once) admin token and gateway secret into `folder`, which is ours alone.
+    """Write serving.toml, the fingerprint, and (once) admin token and gateway secret into `folder`, made ours alone.
 
     The places of token and secret are filled in. Raises StorageError.
     """

@@ -113,7 +113,7 @@ class TinySite:
         return self.place(version)
 
     def sign(self, version: str, key: Ed25519PrivateKey | None = None) -> dict[str, Any]:
-        """The gate's real verdict on a staged drafter against boot, by replay; key: None for the one that is trusted."""
+        """The gate's real verdict on a staged drafter against boot, by replay; key: None for the trusted one."""
         drafters = {
             name: open_drafter(self.place(place), fingerprint=self.fingerprint)
             for name, place in (("challenger", version), ("champion", "boot"))
