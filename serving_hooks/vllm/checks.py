@@ -99,7 +99,7 @@ class Checked:
 def read_boot(folder: Path) -> Boot:
     """Verify and describe the folder an engine was started with. Raises CheckpointError."""
     manifest, digest = _opened(folder)
-    tensors, _ = _header(folder / WEIGHTS)
+    tensors, _ = header(folder / WEIGHTS)
     return Boot(folder, digest, manifest, _config(folder), tensors)
 
 
@@ -122,7 +122,7 @@ def check_version(version: str, digest: str, boot: Boot, rules: Rules) -> Checke
     fingerprint = _fingerprint(folder, manifest)
     require_same(rules.fingerprint, fingerprint, expected_of="the engine's target", found_of=f"drafter {version}")
     _check_form(folder, manifest, boot)
-    forms, start = _header(folder / WEIGHTS)
+    forms, start = header(folder / WEIGHTS)
     _check_same_tensors(version, forms, boot.tensors)
     rows = min(fingerprint.padded_vocab_size, int(boot.config["transformer_layer_config.vocab_size"]))
     sha256 = _check_values(folder / WEIGHTS, forms, start, rows)
@@ -230,7 +230,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _header(path: Path) -> tuple[dict[str, TensorForm], int]:
+def header(path: Path) -> tuple[dict[str, TensorForm], int]:
     """The tensors a safetensors file says it holds, and where its data begins. Raises CheckpointError."""
     try:
         size = path.stat().st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from draftloop.pipeline.errors import EngineUnsupportedError
@@ -37,6 +38,61 @@ def output_processor() -> Any:
     from vllm.v1.engine.output_processor import OutputProcessor
 
     return OutputProcessor
+
+
+def transfer_factory() -> Any:
+    """Knows the weight transports by name, in its `_registry`."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    return WeightTransferEngineFactory
+
+
+def worker_base() -> Any:
+    """What every worker class inherits from."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    return WorkerBase
+
+
+def layerwise() -> Any:
+    """Reloading layer by layer. `_place_kernel_tensors(layer, info)` undoes what a session has begun with a layer."""
+    from vllm.model_executor.model_loader.reload import layerwise as module
+
+    return module
+
+
+def dflash() -> tuple[Any, Any, Any]:
+    """The DFlash drafter, its inner model (`_build_fused_kv_buffers` derives tensors) and linear layers' base."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+
+    return DFlashQwen3ForCausalLM, DFlashQwen3Model, LinearBase
+
+
+def async_llm() -> Any:
+    """The engine as the API server sees it."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM
+
+
+def update_request(update_info: dict[str, Any]) -> Any:
+    """What `AsyncLLM.update_weights` takes."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=update_info)
+
+
+def sampling(**parameters: Any) -> Any:
+    """Sampling parameters of a request whose answer is wanted whole, at its end."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **parameters)
+
+
+def request_id() -> str:
+    """A name no other request has."""
+    return f"draftloop-{uuid.uuid4().hex}"
 
 
 def missing(error: Exception) -> EngineUnsupportedError:

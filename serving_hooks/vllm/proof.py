@@ -1,0 +1,178 @@
+"""Is what the engine drafts with exactly what a file says? Read out of the live modules, weight by weight.
+
+vLLM stacks q, k, v and gate, up into one weight and, on CPU, repacks a linear layer's weight for its kernel and throws
+the plain one away. Such a layer is read through its own kernel: row k of the identity matrix gives column k of the
+weight, exactly, for every product but one is with zero. Subnormal numbers and the sign of zero may be lost on the way
+and do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_STACKED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+_NOT_LOADED = frozenset({"t2d"})  # the inverse map, which engines do not use
+_ROWS = 256  # rows of the identity matrix at once
+
+
+class Place(NamedTuple):
+    """Where a tensor of a drafter file lies in the live model, on this worker."""
+
+    module: nn.Module
+    attribute: str
+    row: int  # first row in the live parameter
+    rows: slice  # of the file's tensor
+    columns: slice
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """The digest a drafter's manifest names: sha256 over names, shapes, dtypes and bytes, in name order."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        if name not in _NOT_LOADED:
+            digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+            digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def differing(model: nn.Module, tensors: Mapping[str, Tensor], columns: int | None = None) -> list[str]:
+    """Names of the file's tensors that the live drafter does not hold exactly.
+
+    columns: look at this many, evenly spread, columns of each packed weight; None for all. A drafter that was not
+    loaded, or another one, differs in all of them.
+    """
+    return [
+        name for name, value in tensors.items() if name not in _NOT_LOADED and not _same(model, name, value, columns)
+    ]
+
+
+def model_digest(model: nn.Module) -> str:
+    """sha256 over everything a model computes with: its parameters, and the packed weights read back."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        digest.update(_bytes(parameter))
+    for name, module in sorted(model.named_modules()):
+        if is_packed(module) and (inputs := _inputs(module)) is not None:
+            digest.update(name.encode())
+            for piece in _pieces(range(inputs)):
+                digest.update(_bytes(_unpacked(module, inputs, piece)))
+    return digest.hexdigest()
+
+
+def _same(model: nn.Module, name: str, value: Tensor, columns: int | None) -> bool:
+    place = _place(model, name, value)
+    if place is None:
+        return False
+    wanted = value[place.rows] if value.ndim == 1 else value[place.rows, place.columns]
+    live = getattr(place.module, place.attribute)
+    end = place.row + wanted.shape[0]
+    plain: bool = live.numel() > 0
+    if plain and not torch.equal(live.detach()[place.row : end].cpu(), wanted.to(live.dtype)):
+        return False
+    if place.attribute != "weight" or not is_packed(place.module):
+        return plain
+    inputs = wanted.shape[1]
+    step = max(1, inputs // columns) if columns else 1
+    for piece in _pieces(range(0, inputs, step)):
+        if not torch.equal(
+            _unpacked(place.module, inputs, piece)[place.row : end], _normal(wanted[:, piece], live.dtype)
+        ):
+            return False
+    return True
+
+
+def _place(model: nn.Module, name: str, value: Tensor) -> Place | None:
+    """None where the model has no such weight, or one of another shape."""
+    if name == "d2t":
+        return Place(model, "draft_id_to_target_id", 0, slice(None), slice(None))
+    path, _, attribute = name.replace("midlayer.", "layers.0.").rpartition(".")
+    parent, _, leaf = path.rpartition(".")
+    stacked, shard = _STACKED.get(leaf, (leaf, 0))
+    full = ".".join(part for part in ("" if leaf == "lm_head" else "model", parent, stacked) if part)
+    try:
+        module = model.get_submodule(full)
+    except AttributeError:
+        return None
+    if getattr(module, attribute, None) is None:
+        return None
+    sizes = _shard_rows(module, stacked, value)
+    rank = int(getattr(module, "tp_rank", 0))
+    of_shard = rank // int(getattr(module, "num_kv_head_replicas", 1)) if leaf in ("k_proj", "v_proj") else rank
+    if stacked in ("qkv_proj", "gate_up_proj") or sizes[shard] < value.shape[0]:
+        rows = slice(of_shard * sizes[shard], (of_shard + 1) * sizes[shard])
+    else:
+        rows = slice(None)
+    inputs = _inputs(module) if value.ndim == 2 else None
+    narrow = inputs is not None and inputs < value.shape[1]
+    columns = slice(rank * inputs, (rank + 1) * inputs) if narrow and inputs is not None else slice(None)
+    return Place(module, attribute, sum(sizes[:shard]), rows, columns)
+
+
+def _shard_rows(module: Any, stacked: str, value: Tensor) -> tuple[int, ...]:
+    """Rows of each of the stacked tensors on this worker."""
+    if stacked == "qkv_proj":
+        kv = module.num_kv_heads * module.head_size
+        return (module.num_heads * module.head_size, kv, kv)
+    if stacked == "gate_up_proj":
+        return tuple(size // int(module.tp_size) for size in module.output_sizes)
+    if hasattr(module, "num_embeddings_per_partition"):  # padded at its end
+        return (min(int(module.num_embeddings_per_partition), value.shape[0]),)
+    return (int(getattr(module, "output_size_per_partition", value.shape[0])),)
+
+
+def is_packed(module: Any) -> bool:
+    """Whether a layer computes from a copy of its weight that its kernel has packed."""
+    kernel = getattr(module, "cpu_linear", None)
+    return kernel is not None and kernel is not nn.functional.linear
+
+
+def _inputs(module: Any) -> int | None:
+    """Columns of a layer's weight on this worker."""
+    for name in ("input_size_per_partition", "embedding_dim", "input_size"):
+        if hasattr(module, name):
+            return int(getattr(module, name))
+    return None
+
+
+def _unpacked(module: Any, inputs: int, columns: Tensor) -> Tensor:
+    """These columns of a packed weight: [rows, len(columns)]."""
+    one_hot = torch.zeros(len(columns), inputs, dtype=module.weight.dtype)
+    one_hot[torch.arange(len(columns)), columns] = 1
+    read: Tensor = module.cpu_linear(one_hot, module.weight, None).T
+    return _normal(read, module.weight.dtype)
+
+
+def _pieces(columns: range) -> Iterator[Tensor]:
+    """A read-out a piece at a time: the identity of a wide layer would be as large as the layer."""
+    for start in range(0, len(columns), _ROWS):
+        yield torch.tensor(columns[start : start + _ROWS])
+
+
+def _normal(value: Tensor, dtype: torch.dtype) -> Tensor:
+    value = value.to(dtype)
+    return torch.where(value.abs() < torch.finfo(dtype).tiny, torch.zeros((), dtype=dtype), value)
+
+
+def _bytes(value: Tensor) -> Any:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def fused_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The copies of its own weights that a DFlash drafter keeps, as vLLM names them."""
+    inner = getattr(model, "model", None)
+    for name in ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights"):
+        value = getattr(inner, name, None)
+        if isinstance(value, Tensor):
+            yield name, value
