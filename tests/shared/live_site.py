@@ -46,13 +46,10 @@ def greedy_rows(target: Target, count: int = NUM_ROWS, tokens: int = ROW_TOKENS)
     rows = []
     for index in range(count):
         prompt = torch.randint(20, 49000, (6 + index,), generator=generator).tolist()
-        cache: Any = None
-        ids = torch.tensor([prompt])
         output: list[int] = []
         while len(output) < tokens and (not output or output[-1] not in target.eos_ids):
-            out = target.model(ids, past_key_values=cache, use_cache=True)
-            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-            output.append(int(ids))
+            logits = target.model(torch.tensor([[*prompt, *output]]), logits_to_keep=1).logits
+            output.append(int(logits[0, -1].argmax()))
         rows.append(Row(f"r{index}", f"c{index}", prompt, output, {}, 0.0, []))
     return rows
 
