@@ -183,3 +183,29 @@ def _side(engine: ProbingEngine, prompts: Sequence[Ids], *, max_tokens: int, see
 
 def _as_probe(made: Generated) -> ProbeResult:
     return ProbeResult(made.output_ids, made.margins, made.counters)
+
+
+def told_greedy(found: Greedy) -> str:
+    """One line for a person."""
+    if found.identical and not found.not_best:
+        return f"greedy: {found.num_tokens} tokens, identical with and without speculation"
+    places = [f"prompt {each.prompt} token {each.position} margin {each.margin:.3f}" for each in found.divergences]
+    ranks = [
+        f"prompt {each.prompt} token {each.position} rank {each.rank} by {each.margin:.3f}" for each in found.not_best
+    ]
+    parts = [
+        *([f"first differences at {', '.join(places)}"] if places else []),
+        *([f"not the target's best: {', '.join(ranks[:8])}"] if ranks else []),
+    ]
+    return f"greedy: {found.num_tokens} tokens, {'near ties only' if found.lossless else 'NOT lossless'}; " + "; ".join(
+        parts
+    )
+
+
+def told_sampling(found: Sampled) -> str:
+    """One line for a person."""
+    return (
+        f"sampling at temperature {TEMPERATURE}: {found.with_speculation:.2f} nats a token with speculation, "
+        f"{found.without:.2f} without ({found.num_pairs} pairs, {found.num_tokens} tokens a side, "
+        f"p = {found.p_value:.4f}): {'no difference shown' if found.lossless else 'NOT lossless'}"
+    )

@@ -14,10 +14,15 @@ import msgspec
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.errors import StorageError, VersionNotFoundError
+from draftloop.pipeline.lossless_probe import Plain
 from draftloop.pipeline.records import ProbeResult, SpecCounters
 from draftloop.pipeline.rollout.canary import Expectation
 
-State = Literal["IDLE", "VERIFYING", "STAGED", "SWAPPING", "PROBING", "WATCHING", "LIVE", "ROLLED_BACK"]
+BOOT = "boot"  # version label of the drafter of an engine's first start: no registry knows it
+
+State = Literal[
+    "IDLE", "VERIFYING", "STAGED", "SWAPPING", "PROBING", "WATCHING", "LIVE", "ROLLED_BACK", "RESTART_NEEDED"
+]
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +32,24 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""  # of its folder; empty: not known
     staged: bool = False  # its folder lies in staging, verified
     tensors: str = ""  # digest of the loaded tensors
+
+
+class RestartNeeded(msgspec.Struct, frozen=True):
+    """Why only a restart helps, and of which process."""
+
+    reason: str
+    boot_id: str
+
+
+class Lossless(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last losslessness probe of an engine process found; None: not asked, or not answered."""
+
+    boot_id: str = ""
+    version: str | None = None  # of the drafter it was asked with
+    greedy: bool | None = None
+    sampling: bool | None = None
+    reason: str = ""
+    plain: Plain | None = None  # sampled without speculation: good for as long as this process runs
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +76,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     swap_ms: float | None = None
     totals: dict[str, int] = msgspec.field(default_factory=dict)  # result -> swaps
     reason: str = ""  # of the last transition
+    boot_id: str = ""  # of the engine process these counters are of
+    restart_needed: RestartNeeded | None = None  # nothing is swapped until another process answers
+    lossless: Lossless = Lossless()
+    forwarded_bytes: int = 0  # of the engine's own audit file: what is on the audit topic
 
     def counted(self, result: str) -> dict[str, int]:
         """The totals with one more swap of this result."""
@@ -60,12 +87,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """Files of one agent: `state.json`, `audit.jsonl`, `agent.lock`, `drafters/`."""
+    """Files of one agent: `state.json`, `audit.jsonl`, `agent.lock`, `drafters/`, `verdicts/`, the link `live`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = folder / "agent.lock"
         self.drafters = folder / "drafters"
+        self.verdicts = folder / "verdicts"
+        self.live = folder / "live"
         self._state = folder / "state.json"
         self._audit = folder / "audit.jsonl"
 
@@ -81,8 +110,22 @@ class Journal:
                 mend="move it away; the agent then starts from what the engine serves",
             ) from error
 
-    def write(self, memory: Memory) -> None:
-        """Replace the state file. Raises StorageError."""
+    def enter(self, memory: Memory, state: State, reason: str, **changes: object) -> Memory:
+        """A transition: on disk, then in the audit file. Raises StorageError."""
+        changed = msgspec.structs.replace(memory, state=state, reason=reason, **changes)
+        self._write(changed)
+        facts = {"state": state, "version": changed.version, "live": changed.live, "reason": reason}
+        self.note("state", {"from": memory.state, **facts})
+        return changed
+
+    def keep(self, memory: Memory, **changes: object) -> Memory:
+        """Changes that are no transition. Raises StorageError."""
+        changed = msgspec.structs.replace(memory, **changes)
+        if changed != memory:
+            self._write(changed)
+        return changed
+
+    def _write(self, memory: Memory) -> None:
         artifact.write_json(self._state, msgspec.to_builtins(memory))
 
     def note(self, event: str, facts: Mapping[str, Any]) -> None:
@@ -103,11 +146,44 @@ class Journal:
             raise VersionNotFoundError(f"the registry has no version {version!r}", mend="boot without a drafter")
         return self.drafters / version
 
+    def verdict_file(self, version: str) -> Path:
+        """Where the engine looks for a version's signed verdict. Raises as `place`."""
+        return self.verdicts / f"{self.place(version).name}.json"
+
+    def live_version(self) -> str | None:
+        """The version that the link `live` names, which a restarted engine boots with."""
+        return self.live.readlink().name if self.live.is_symlink() else None
+
+    def point_live(self, version: str | None) -> None:
+        """Let `live` name a staged version, in one step; None: there is no such link. Raises StorageError."""
+        if self.live_version() == version:
+            return
+        beside = self.folder / ".live.next"
+        try:
+            beside.unlink(missing_ok=True)
+            if version is None:
+                self.live.unlink(missing_ok=True)
+            else:
+                beside.symlink_to(Path("drafters") / self.place(version).name)
+                os.replace(beside, self.live)
+            descriptor = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(
+                f"cannot point {self.live} at version {version}: {error}", mend="free disk space or fix the rights"
+            ) from error
+
     def prune(self, keep: set[str], num_kept: int) -> None:
-        """Remove staged drafters but the `num_kept` newest and those named."""
+        """Remove staged drafters and their verdicts but the `num_kept` newest, those named, `boot` and `live`."""
+        kept = keep | {BOOT, self.live_version() or BOOT}
         if not self.drafters.is_dir():
             return
         newest = sorted(self.drafters.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for place in newest[num_kept:]:
-            if place.name not in keep:
+        own = [place for place in newest if place.name != BOOT]
+        for place in own[num_kept:]:
+            if place.name not in kept:
                 shutil.rmtree(place, ignore_errors=True)
+                (self.verdicts / f"{place.name}.json").unlink(missing_ok=True)

@@ -38,6 +38,12 @@ def write(path: Path, memory: Memory, counters: SpecCounters) -> None:
     steps.set(seen.num_steps)
     if memory.swap_ms is not None:
         Gauge("draftloop_swap_milliseconds", "Pause to resume of the last swap.", registry=registry).set(memory.swap_ms)
+    lost = Gauge("draftloop_restart_needed", "1: only a restart of this replica helps.", registry=registry)
+    lost.set(memory.restart_needed is not None)
+    for name, holds in (("greedy", memory.lossless.greedy), ("sampling", memory.lossless.sampling)):
+        if holds is not None:
+            what = f"1: the last probe found {name} outputs to be the target's own; 0: they are not."
+            Gauge(f"draftloop_{name}_lossless", what, registry=registry).set(holds)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(path), registry)

@@ -22,6 +22,7 @@ Act = Literal[
     "window.read",  # a training run reads captured requests
     "champion.promote",
     "champion.rollback",
+    "drafter.swap",  # somebody asked an engine's admin route for another drafter
     "unreadable",  # no act: read_audit's word for an entry of the topic that is no audit record
 ]
 
@@ -32,7 +33,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = AUDIT_SCHEMA
     time_ms: int
     act: Act
-    outcome: Literal["begun", "done", "failed"]
+    outcome: Literal["begun", "done", "failed", "refused", "denied"]
     by: str  # who decided: a person, or a process's principal
     subject: str  # what it was done to: a topic, a version, a cluster
     details: dict[str, str] = msgspec.field(default_factory=dict)

@@ -55,6 +55,7 @@ class KillableEngine(FakeEngine):
     """Dies once where it is told to, and reads files as an engine does."""
 
     die_at: str | None = None
+    forgetful: bool = False  # a swap that fails leaves it without a drafter
     outputs_of: dict[str | None, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def _maybe_die(self, at: str) -> None:
@@ -66,6 +67,8 @@ class KillableEngine(FakeEngine):
         self._maybe_die("swap")
         if folder is not None:
             artifact.verify(folder, kind="drafter", error=SwapFailedError)  # as an engine's own loader does
+        if self.forgetful and version in self.fail_loading:
+            self.version = None
         swapped = super().swap(folder, version)
         self._maybe_die(f"swapped {version}")
         return swapped
@@ -291,21 +294,27 @@ def test_a_file_altered_at_the_last_moment_is_caught_by_the_loaded_tensors(stage
     assert "the engine loaded tensors other tensor" in outcome.reason
 
 
-def test_a_load_that_fails_brings_the_previous_drafter_back_and_resumes(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("forgetful", "calls"), [(False, ["probe", "swap 2", "probe"]), (True, ["probe", "swap 2", "swap 1", "probe"])]
+)
+def test_a_load_that_fails_leaves_the_previous_drafter_proven_loaded_back_if_need_be(
+    stage: Stage, forgetful: bool, calls: list[str]
+) -> None:
     stage.settle_on(2.0)
+    stage.engine.forgetful = forgetful
     stage.engine.fail_loading = {"2"}
     stage.promote(2.5)
     stage.engine.calls.clear()
     outcome = stage.agent.reconcile()
     assert (outcome.state, outcome.version, outcome.outputs_identical) == ("ROLLED_BACK", "1", True)
-    assert stage.engine.calls == ["probe", "swap 2", "swap 1", "probe"]
+    assert stage.engine.calls == calls
     assert "stays refused: cannot load 2" in stage.agent.reconcile().reason
 
 
 def test_if_the_previous_drafter_fails_too_the_engine_serves_without_one(stage: Stage) -> None:
     stage.settle_on(2.0)
     stage.promote(2.5)
-    stage.engine.fail_loading = {"1", "2"}
+    stage.engine.fail_loading, stage.engine.forgetful = {"1", "2"}, True
     outcome = stage.agent.reconcile()
     assert (outcome.state, outcome.version) == ("ROLLED_BACK", None)
     assert [event["version"] for event in stage.events("previous-failed")] == ["1"]
@@ -314,7 +323,7 @@ def test_if_the_previous_drafter_fails_too_the_engine_serves_without_one(stage: 
 def test_if_nothing_loads_the_agent_says_so_and_tries_again(stage: Stage) -> None:
     stage.settle_on(2.0)
     stage.promote(2.5)
-    stage.engine.fail_loading = {None, "1", "2"}
+    stage.engine.fail_loading, stage.engine.forgetful = {None, "1", "2"}, True
     with pytest.raises(SwapFailedError, match="cannot load None"):
         stage.agent.reconcile()
     stage.engine.fail_loading = {"2"}
@@ -443,7 +452,7 @@ def test_an_agent_killed_on_the_way_starts_from_what_is_known_and_arrives(
     assert (outcome.state, outcome.version) == ("WATCHING", "2")
     told = [event["reason"] for event in stage.events("state") if event["reason"].startswith("killed while")]
     assert told[-1].startswith(f"killed while {state} version 2")
-    assert ("swap 1" in stage.engine.calls) == (state in ("SWAPPING", "PROBING"))
+    assert ("swap 1" in stage.engine.calls) == (die_at in ("swapped 2", "probe 2"))
 
 
 def test_a_version_that_kills_the_agent_twice_is_refused(stage: Stage) -> None:
