@@ -1,8 +1,8 @@
 """The capture hook: runs inside the engine's process, so it never blocks, never raises and never grows without bound.
 
-`offer` decides (default deny), packs, and queues bytes within a bound of records and memory. A sender thread opens the
-log when there is something to send and appends in batches, through outages of any length; what is not delivered is
-counted by reason.
+`offer` decides (default deny) and hands over within a bound of records and memory. A packer thread makes bytes of it; a
+sender thread opens the log when there is something to send and appends in batches, through outages of any length; what
+is not delivered is counted by reason.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from draftloop.pipeline.stream.policy import ConsentPolicy, decide
-from draftloop.serving_hooks.finished import FinishedRequest, pack
+from draftloop.pipeline.stream.policy import Assertion, ConsentPolicy, decide
+from draftloop.serving_hooks.finished import FinishedRequest, hold, pack
 from draftloop.serving_hooks.outbox import CaptureLimits, Outbox
+from draftloop.serving_hooks.packer import Packer
 from draftloop.serving_hooks.sender import Sender, Sink
 
 __all__ = ["CaptureHook", "CaptureLimits", "FinishedRequest"]
 
+_NUM_THREADS = 2  # the packer and the sender
+
 
 class CaptureHook:
-    """Thread-safe. The sender is a daemon thread that starts with the first request that is kept.
+    """Thread-safe. Packer and sender are daemon threads that start with the first request that is kept.
 
     A process forked after that neither sends nor waits: the queue is its parent's, and what the child offers is counted
     there as dropped.forked. Forked before, it has a hook of its own.
@@ -44,7 +47,7 @@ class CaptureHook:
         self._open_log = open_log
         self._topic = topic
         self._limits = limits or CaptureLimits()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._begin()
         os.register_at_fork(after_in_child=partial(_renew, weakref.ref(self)))
 
@@ -79,27 +82,42 @@ class CaptureHook:
         """
         deadline = time.monotonic() + timeout_s
         drained = self._outbox.close(timeout_s)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))  # it closes the log
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))  # the sender closes the log
         return drained
 
+    def admits(self, tenant: str, request_id: str, asserted: Assertion | None = None) -> bool:
+        """Whether a request that begins now may be kept; counts it as offered and dropped if not."""
+        reason = decide(self._policy, tenant, request_id, asserted=asserted).reason
+        if reason != "allowed":
+            self._outbox.refuse(f"policy:{reason}")
+        return reason == "allowed"
+
+    def refuse(self, reason: str) -> None:
+        """Count a request that no policy can allow, as offered and dropped."""
+        self._outbox.refuse(reason)
+
     def _offer(self, request: FinishedRequest) -> None:
+        outbox = self._outbox
         try:
-            decision = decide(self._policy, request.tenant, request.request_id)
+            decision = decide(self._policy, request.tenant, request.request_id, asserted=request.asserted)
             if decision.consent is None:
-                self._outbox.refuse(f"policy:{decision.reason}")
+                outbox.refuse(f"policy:{decision.reason}")
                 return
-            if self._outbox.would_refuse(request.least_bytes):  # packing is for what has a place
+            if len(self._threads) < _NUM_THREADS:
+                self._start()
+            held = hold(request, decision.consent)
+            if held is not None and outbox.hand_over(held, held.most_bytes):
+                return
+            if outbox.would_refuse(request.least_bytes):  # packing is for what has a place
                 return
             value = pack(request, decision.consent, self._target)
+            key = request.conversation_id.encode()
         except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
-            self._outbox.refuse("invalid")
+            outbox.refuse("invalid")
             return
-        key = request.conversation_id.encode()
-        if self._thread is None:
-            self._start()
-        self._outbox.put(key, value)
+        outbox.put(key, value)
 
     def _begin(self) -> None:
         self._outbox = Outbox(self._limits)
@@ -107,21 +125,26 @@ class CaptureHook:
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is None:
-                sender = Sender(self._outbox, self._open_log, self._topic, self._limits)
-                thread = threading.Thread(target=sender.run, name="capture-sender", daemon=True)
-                self._thread = thread  # before the start: a child forked meanwhile must not take itself for the first
+            lives = (
+                ("capture-packer", Packer(self._outbox, self._target).run),
+                ("capture-sender", Sender(self._outbox, self._open_log, self._topic, self._limits).run),
+            )
+            for name, life in lives[len(self._threads) :]:
+                thread = threading.Thread(target=life, name=name, daemon=True)
+                self._threads.append(
+                    thread
+                )  # before the start: a child forked meanwhile must not take itself for the first
                 try:
                     thread.start()
                 except RuntimeError:  # no thread to be had now: the next offer asks again
-                    self._thread = None
+                    self._threads.remove(thread)
                     raise
 
     def _in_child(self) -> None:
         """Right after a fork, in the child: the queue is the parent's, and its lock may be held for ever."""
         self._begin()
-        if self._thread is not None:
-            self._thread = None
+        if self._threads:
+            self._threads = []
             self._outbox.refuse_all("forked")
 
 

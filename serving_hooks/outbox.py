@@ -1,6 +1,7 @@
-"""The bounded queue between the serving path and the sender, and the account of every record that was offered.
+"""The bounded queue between the serving path and the log, and the account of every record that was offered.
 
-offered == delivered + sum(dropped) + in_queue holds at every moment, whatever the log does.
+What is offered waits as a parcel until the packer makes an entry of it; entries wait until the sender brings them into
+the log. offered == delivered + sum(dropped) + in_queue holds at every moment, whatever the log does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,16 +41,37 @@ class CaptureLimits(BaseModel):
     retry_for_s: float = Field(default=600.0, gt=0)  # what failed and is older is counted under what kept it
 
 
+class Parcel(NamedTuple):
+    """What was offered and is not an entry yet."""
+
+    size: int  # memory it is counted with
+    since: float  # monotonic time of the offer
+    content: Any  # what the packer makes an entry of
+
+
+# Parcels are heavy, an id being an object: they get this share of the bytes, and what does not fit is packed where it
+# was offered.
+PARCEL_SHARE = 8
+_GATHER_S = 0.01  # the packer looks that often while there is traffic: a wake-up costs whoever gives it 10 us
+_ALERT_S = 1.0  # without any for that long it sleeps until it is woken
+_BETWEEN_S = 0.0001  # and lets go of the interpreter after each: the serving path never waits for more than one
+
+
 class Outbox:
-    """Thread-safe. One taker at a time: what it took stays in flight until it is settled or given up."""
+    """Thread-safe. One packer and one taker at a time: what it took stays in flight until it is settled or given up."""
 
     def __init__(self, limits: CaptureLimits) -> None:
         self._limits = limits
         self._lock = threading.RLock()  # guards everything below; never held during I/O
         self._changed = threading.Condition(self._lock)
+        self._parcel_came = threading.Condition(self._lock)
+        self._parcels: deque[Parcel] = deque()  # appended to under the lock, popped from by the packer alone
+        self._unpacked = 0  # parcels queued and in the packer's hands
+        self._unpacked_bytes = 0
+        self._packer_waits = False
         self._queue: deque[bytes] = deque()  # appended to under the lock, popped from by the taker alone
         self._in_flight: list[bytes] = []
-        self._held = 0  # entries queued and in flight
+        self._held = 0  # parcels, and entries queued and in flight
         self._queued_bytes = 0
         self._offered = 0
         self._delivered = 0
@@ -61,26 +84,67 @@ class Outbox:
         self._given_up = False
         self._closed_to_offers: str | None = None  # the reason
 
-    # A signal handler may raise out of the three methods that the serving path calls, after any call in them. So what
+    # A signal handler may raise out of the methods that the serving path calls, after any call in them. So what
     # belongs together in the account is changed with no call in between, and the lock is the plain one: a Condition
     # runs Python of its own before it lets go.
 
+    def hand_over(self, content: Any, size: int) -> bool:
+        """Queue a parcel that takes at most that much memory, or count why not; False: no room but for an entry."""
+        parcel = Parcel(size, time.monotonic(), content)
+        limits = self._limits
+        with self._lock:
+            if self._unpacked_bytes + size > limits.max_bytes // PARCEL_SHARE:
+                return False
+            if self._queued_bytes + size > limits.max_bytes:
+                return False
+            reason = self._refusal(0)
+            if reason is None:
+                self._accept(parcel)
+            else:
+                self._count(reason)
+            return True
+
     def put(self, key: bytes, value: bytes) -> None:
-        """Queue an entry, or count why not."""
-        entry = b"".join((_HEAD.pack(time.monotonic(), len(key)), key, value))
+        """Queue an entry behind all parcels, or count why not."""
+        entry = _entry(time.monotonic(), key, value)
         size = _size(entry)
+        parcel = Parcel(size, 0.0, entry)
         with self._lock:
             reason = self._refusal(size)
             if reason is not None:
                 self._count(reason)
-                return
-            self._offered += 1
-            self._held += 1
-            self._queued_bytes += size
-            self._queue.append(entry)
-            if self._wants and self._has(self._wants):
-                self._changed.notify_all()
-                self._wants = 0
+            elif self._unpacked:
+                self._accept(parcel)
+            else:
+                self._offered += 1
+                self._held += 1
+                self._queued_bytes += size
+                self._queue.append(entry)
+                if self._wants and self._has(self._wants):
+                    self._changed.notify_all()
+                    self._wants = 0
+
+    def next_parcel(self) -> Parcel | None:
+        """Wait for a parcel; None: the outbox is closed and nothing is left to pack."""
+        if self._parcels and not self._is_urgent():
+            time.sleep(_BETWEEN_S)
+        alert_until = time.monotonic() + _ALERT_S
+        with self._parcel_came:
+            while not self._parcels:
+                if self._closing:
+                    return None
+                self._packer_waits = time.monotonic() >= alert_until
+                self._parcel_came.wait(None if self._packer_waits else _GATHER_S)
+                self._packer_waits = False
+            return self._parcels.popleft()
+
+    def pack(self, parcel: Parcel, key: bytes, value: bytes) -> None:
+        """A parcel has become this entry."""
+        self._settle_parcel(parcel, _entry(parcel.since, key, value))
+
+    def reject(self, parcel: Parcel, reason: str) -> None:
+        """A parcel cannot become an entry."""
+        self._settle_parcel(parcel, reason)
 
     def would_refuse(self, size: int) -> bool:
         """Whether an entry of at least that size has no place now; counts it as dropped if so."""
@@ -99,7 +163,7 @@ class Outbox:
         """Wait for entries, let a batch gather, and take it; empty: the outbox is closed and nothing is left."""
         with self._changed:
             self._wants = 1
-            self._changed.wait_for(lambda: self._queue or self._closing)
+            self._changed.wait_for(lambda: self._queue or self._given_up or (self._closing and not self._unpacked))
             self._wants = self._limits.batch_bytes
             self._changed.wait_for(self._batch_is_due, self._limits.linger_s)
             self._wants = 0
@@ -154,6 +218,7 @@ class Outbox:
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
+            self._parcel_came.notify_all()
             done = self._changed.wait_for(lambda: not self._held, timeout_s)
             self._flushing -= 1
             return done
@@ -168,9 +233,10 @@ class Outbox:
             self._given_up = True
             self._drop("unknown_at_exit", len(self._in_flight))
             self._drop("closed", self._held - len(self._in_flight))
-            self._queue, self._in_flight = deque(), []
-            self._held = self._queued_bytes = 0
+            self._parcels, self._queue, self._in_flight = deque(), deque(), []
+            self._held = self._queued_bytes = self._unpacked = self._unpacked_bytes = 0
             self._changed.notify_all()
+            self._parcel_came.notify_all()
         return drained
 
     def refuse_all(self, reason: str) -> None:
@@ -195,6 +261,43 @@ class Outbox:
                 **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items()) if count},
             }
 
+    def _accept(self, parcel: Parcel) -> None:
+        """Under the lock. The wake-up comes last: a signal in it must find the account whole."""
+        size = parcel.size
+        self._offered += 1
+        self._held += 1
+        self._unpacked += 1
+        self._unpacked_bytes += size
+        self._queued_bytes += size
+        self._parcels.append(parcel)
+        if self._packer_waits:
+            self._parcel_came.notify_all()
+            self._packer_waits = False
+
+    def _settle_parcel(self, parcel: Parcel, outcome: bytes | str) -> None:
+        entry = outcome if isinstance(outcome, bytes) else b""
+        reason = outcome if isinstance(outcome, str) else None
+        if _size(entry) > self._limits.max_record_bytes + ENTRY_BYTES:
+            reason = "too_large"
+        with self._lock:
+            if self._given_up:  # and counted
+                return
+            self._unpacked -= 1
+            self._unpacked_bytes -= parcel.size
+            self._queued_bytes -= parcel.size
+            if reason is None:
+                self._queued_bytes += _size(entry)
+                self._queue.append(entry)
+            else:
+                self._held -= 1
+                self._drop(reason)
+            if not self._unpacked or (self._wants and self._has(self._wants)):
+                self._changed.notify_all()  # the taker; who flushes or closes too, when nothing is left to pack
+                self._wants = 0
+
+    def _is_urgent(self) -> bool:
+        return self._flushing > 0 or self._closing
+
     def _refusal(self, size: int) -> str | None:
         limits = self._limits
         if self._closed_to_offers:
@@ -218,10 +321,10 @@ class Outbox:
         self._dropped[reason] = self._dropped.get(reason, 0) + count
 
     def _has(self, num_bytes: int) -> bool:
-        return self._queued_bytes >= num_bytes or len(self._queue) >= self._limits.batch_records
+        return self._queued_bytes - self._unpacked_bytes >= num_bytes or len(self._queue) >= self._limits.batch_records
 
     def _batch_is_due(self) -> bool:
-        return self._has(self._limits.batch_bytes) or self._flushing > 0 or self._closing
+        return self._has(self._limits.batch_bytes) or (self._is_urgent() and not self._unpacked)
 
     def _expire(self, reason: str) -> None:
         """Count what has waited too long. The taker's own: nobody else pops."""
@@ -236,6 +339,10 @@ class Outbox:
                 self._queued_bytes -= size
                 self._drop(reason, count)
                 self._changed.notify_all()
+
+
+def _entry(since: float, key: bytes, value: bytes) -> bytes:
+    return b"".join((_HEAD.pack(since, len(key)), key, value))
 
 
 def unpack(entry: bytes) -> LogEntry:

@@ -22,7 +22,9 @@ class TenantConsent(BaseModel):
 
 
 class ConsentPolicy(BaseModel):
-    """The permissions in force. There is no way to allow everybody: a tenant is named or denied."""
+    """The permissions in force. There is no way to allow everybody: a tenant is named, vouched for by a trusted gateway
+    request by request, or denied.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,24 +33,45 @@ class ConsentPolicy(BaseModel):
     tenants: dict[str, TenantConsent] = Field(default_factory=dict)
 
 
+Assertion = Literal["train", "deny"]  # what somebody the server trusts says about one request; None: nothing
+
+
 class Decision(NamedTuple):
     """`consent` is set exactly where the request may be kept; `reason` says why not otherwise."""
 
     consent: Consent | None
-    reason: Literal["allowed", "no_consent", "expired", "not_sampled"]
+    reason: Literal["allowed", "no_consent", "expired", "not_sampled", "denied"]
 
 
-def decide(policy: ConsentPolicy, tenant: str, request_id: str, *, now: datetime | None = None) -> Decision:
-    """Whether a request may be kept. `now` must be given by who wants the answer repeatable; default: this moment."""
+def decide(
+    policy: ConsentPolicy,
+    tenant: str,
+    request_id: str,
+    *,
+    asserted: Assertion | None = None,
+    now: datetime | None = None,
+) -> Decision:
+    """Whether a request may be kept. `now` must be given by who wants the answer repeatable; default: this moment.
+
+    asserted: by a trusted gateway "train" allows a tenant that the policy does not name, but never one whose permission
+    has expired, and samples as the policy says; "deny" denies, whoever says it.
+    """
+    if asserted == "deny":
+        return Decision(None, "denied")
     permission = policy.tenants.get(tenant)
     if permission is None:
-        return Decision(None, "no_consent")
+        if asserted is None or not tenant:
+            return Decision(None, "no_consent")
+        return Decision(_consent(policy, "gateway"), "allowed")
     if permission.expires is not None and (now or datetime.now(UTC)) >= permission.expires:
         return Decision(None, "expired")
-    if share_of(request_id) >= permission.sample_rate:
+    if permission.sample_rate < 1.0 and share_of(request_id) >= permission.sample_rate:
         return Decision(None, "not_sampled")
-    consent = Consent(purpose=permission.purpose, policy_version=policy.version, basis="tenant-policy")
-    return Decision(consent, "allowed")
+    return Decision(_consent(policy, "tenant-policy" if asserted is None else "gateway"), "allowed")
+
+
+def _consent(policy: ConsentPolicy, basis: str) -> Consent:
+    return Consent(purpose="train", policy_version=policy.version, basis=basis)
 
 
 def share_of(request_id: str) -> float:

@@ -70,3 +70,30 @@ def test_rate_one_keeps_all_and_rate_zero_none_and_a_quarter_a_quarter() -> None
     assert kept[0.0] == 0
     assert kept[1.0] == 4000
     assert abs(kept[0.25] - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+
+
+TENANTS = st.sampled_from(["", "acme", "former", "quarter", "nobody"])
+NAMED = policy_of(
+    acme=TenantConsent(),
+    former=TenantConsent(expires=datetime(2020, 1, 1, tzinfo=UTC)),
+    quarter=TenantConsent(sample_rate=0.25),
+)
+
+
+@given(tenant=TENANTS, request_id=st.text())
+def test_a_denial_denies_whatever_the_policy_says(tenant: str, request_id: str) -> None:
+    assert decide(NAMED, tenant, request_id, asserted="deny") == Decision(None, "denied")
+
+
+@given(tenant=TENANTS, request_id=st.text())
+def test_a_gateways_word_adds_unnamed_tenants_and_nothing_else(tenant: str, request_id: str) -> None:
+    alone = decide(NAMED, tenant, request_id)
+    vouched = decide(NAMED, tenant, request_id, asserted="train")
+    assert vouched.reason == ("allowed" if tenant == "nobody" else alone.reason)
+    if vouched.consent is not None:
+        assert vouched.consent == Consent(purpose="train", policy_version="7", basis="gateway")
+
+
+def test_an_expired_permission_is_expired_for_a_gateway_too_and_nobody_is_no_tenant() -> None:
+    assert decide(NAMED, "former", "r", asserted="train") == Decision(None, "expired")
+    assert decide(NAMED, "", "r", asserted="train") == Decision(None, "no_consent")

@@ -44,4 +44,4 @@ def test_a_full_queue_takes_the_memory_it_is_allowed(max_mb: int, num_ids: int) 
     )
     seen = json.loads(done.stdout)
     assert seen["queue_bytes"] <= max_mb * 2**20
-    assert 0.8 * max_mb < seen["grown"] < 1.02 * max_mb + 1
+    assert 0.8 * max_mb < seen["grown"] < 1.02 * max_mb + 2  # two threads with their stacks and heaps

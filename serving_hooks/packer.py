@@ -1,0 +1,34 @@
+"""The packer: one thread that makes entries of what was handed over, so that the serving path need not."""
+
+from __future__ import annotations
+
+from draftloop.serving_hooks.finished import pack_held
+from draftloop.serving_hooks.outbox import Outbox, Parcel, unpack
+
+
+class Packer:
+    """Packs parcels, in the order of the offers, until the outbox is closed."""
+
+    def __init__(self, outbox: Outbox, target: str) -> None:
+        self._outbox = outbox
+        self._target = target
+
+    def run(self) -> None:
+        """The thread's life."""
+        while (parcel := self._outbox.next_parcel()) is not None:
+            self._pack(parcel)
+
+    def _pack(self, parcel: Parcel) -> None:
+        try:
+            if isinstance(parcel.content, bytes):  # packed where it was offered
+                entry = unpack(parcel.content)
+                key, value = entry.key, entry.value
+            else:
+                key = parcel.content.request.conversation_id.encode()
+                value = pack_held(parcel.content, self._target)
+        except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
+            self._outbox.reject(parcel, "invalid")
+        except Exception:  # noqa: BLE001  the thread's outermost guard: one odd request must not end capture
+            self._outbox.reject(parcel, "unexpected")
+        else:
+            self._outbox.pack(parcel, key, value)
