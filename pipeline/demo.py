@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from draftloop.pipeline import artifact
+from draftloop.pipeline import artifact, demo_vllm
 from draftloop.pipeline.config import Config, load
 from draftloop.pipeline.data.snapshot import open_snapshot
 from draftloop.pipeline.demo_log import demo_log
@@ -22,24 +22,22 @@ from draftloop.pipeline.errors import ConfigError, EngineError
 from draftloop.pipeline.lease import lease
 from draftloop.pipeline.loop import RunResult, run_once
 from draftloop.pipeline.registry.registry import fetch_once
+from draftloop.pipeline.service import HookLog, open_service
 from draftloop.pipeline.stages import LoopStages, peak_rss_mb
-from draftloop.pipeline.story import Cycle, Story
-from draftloop.pipeline.stream.log import CaptureLog
+from draftloop.pipeline.story import Cycle, Measured, Story
 from draftloop.pipeline.traffic import CONSENTING, Domain, domain_requests, measured_again, requests_of
 from draftloop.pipeline.ui import Bar, Screen
+from draftloop.pipeline.vllm_service import VllmService
 from draftloop.pipeline.workspace import Workspace
 
 if TYPE_CHECKING:
     from draftloop.pipeline.data.snapshot import Row
     from draftloop.pipeline.registry.registry import Registry
     from draftloop.pipeline.rollout.agent import Outcome
-    from draftloop.serving_hooks.embedded.engine import Completion, EmbeddedEngine, Request
+    from draftloop.serving_hooks.embedded.types import Completion, Request
 
 DOMAIN_A: Domain = "kitchen"
 DOMAIN_B: Domain = "python"
-PLAIN_CONCURRENCY = 32
-# On CPUs a step over more rows costs more: above about eight requests at once drafting loses what it gains.
-DRAFTING_CONCURRENCY = 8
 LEVEL_REQUESTS = 16
 NUM_ABORTED = 3
 POINT = 32  # requests between two points of the tau-over-time plot
@@ -56,7 +54,10 @@ DEFAULTS = [
 def demo_config(files: list[Path], overrides: list[str], target: str | None) -> Config:
     """The demo's configuration: its defaults, the files, then the overrides."""
     extra = [f"target.path={json.dumps(target)}"] if target else []
-    return load(files, [*overrides, *extra], base=DEFAULTS)
+    config = load(files, [*overrides, *extra], base=DEFAULTS)
+    if config.engine.kind != "vllm":
+        return config
+    return load(files, [*overrides, *extra], base=[*DEFAULTS, *demo_vllm.DEFAULTS])
 
 
 def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
@@ -64,10 +65,10 @@ def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
     started = time.monotonic()
     with (
         lease(workspace.root / "demo.lock", what="demo"),
-        demo_log(workspace, screen) as (workspace, open_hook_log),
+        demo_log(workspace, screen) as (workspace, hook_log),
     ):
         screen.rule("target")
-        demo = Demo(workspace, screen, open_hook_log)
+        demo = Demo(workspace, screen, hook_log)
         try:
             demo.play()
         finally:
@@ -99,28 +100,20 @@ def _rounds_played(state: Path) -> int:
 class Demo:
     """The story's actors: one engine that stays up throughout, the loop, and the agent between them."""
 
-    def __init__(self, workspace: Workspace, screen: Screen, open_hook_log: Callable[[], CaptureLog]) -> None:
+    def __init__(self, workspace: Workspace, screen: Screen, hook_log: HookLog) -> None:
         from draftloop.pipeline.rollout.agent import Agent
         from draftloop.pipeline.signature import check
-        from draftloop.serving_hooks.capture import CaptureHook
-        from draftloop.serving_hooks.embedded.engine import EmbeddedEngine
 
-        self.workspace, self.screen, self.story = workspace, screen, Story()
+        self.workspace, self.screen = workspace, screen
         config = workspace.config
+        self.story = Story(engine=config.engine.kind)
         self.round_number = _rounds_played(workspace.root / "demo.json")
         self.target = workspace.load_target()
         screen.say(f"{self.target.folder}, fingerprint {self.target.fingerprint.digest}")
         self.registry: Registry = workspace.open_registry()
         self.stages = LoopStages(workspace, self.registry, self.target)
-        self.hook = CaptureHook(
-            open_hook_log,
-            topic=workspace.raw_topic(),
-            policy=config.consent,
-            target=self.target.fingerprint.digest,
-            limits=config.capture,
-        )
-        self.engine: EmbeddedEngine = EmbeddedEngine(self.target, config.engine, capture=self.hook)
-        self.engine.start()
+        self.service = open_service(workspace, self.target, hook_log)
+        self.engine = self.service.client
         key = workspace.signing_key().public_key()
 
         def check_verdict(document: dict[str, Any], digest: str, fingerprint_digest: str) -> None:
@@ -135,15 +128,16 @@ class Demo:
             check_verdict=check_verdict,
             canary_prompts=[request.prompt_ids for request in canaries],
             config=config.agent,
+            audit=workspace.audit(),
         )
 
     def close(self) -> None:
         """Stop the engine and deliver what the hook still holds."""
-        self.engine.stop()
-        self.hook.close(timeout_s=10)
+        self.service.stop()
 
     def play(self) -> None:
         """The story, in order."""
+        self.service.start(self.screen.say)
         if (self.workspace.jobs / "current.json").is_file():
             self.screen.rule("an interrupted job is finished first")
             run_once(self.workspace, self.stages, self.screen)
@@ -155,11 +149,18 @@ class Demo:
         self._cycle(DOMAIN_A)
         self.screen.rule(f"the traffic shifts to {DOMAIN_B}")
         self._serve(self._requests(DOMAIN_B), DOMAIN_B)
+        if isinstance(self.service, VllmService):
+            self.story.replayed = demo_vllm.replay_captured(
+                self.workspace, self.target, self._live_drafter(), self.engine.drafter_version(), self.screen
+            )
         self.screen.rule(f"cycle 2: warm start, a share of {DOMAIN_A} kept")
         self._cycle(DOMAIN_B)
         self.screen.rule("a damaged drafter is promoted")
         self._damage()
-        self.story.capture = self.hook.counters()
+        self.story.capture = self.service.captured()
+        if isinstance(self.service, VllmService):
+            self.screen.rule("the server is restarted")
+            self.story.restart = demo_vllm.restart(self.service, self.registry, self.screen)
 
     def _requests(self, domain: Domain) -> list[Request]:
         config = self.workspace.config
@@ -181,26 +182,16 @@ class Demo:
                 completions += self._generate(requests[first : first + POINT], domain)
                 point = self.story.timeline[-1]
                 advance(len(completions), f"tau {point['tau']:.2f}, {point['tokens_per_s']:.0f} tokens/s")
-        self._leave_early(requests[:NUM_ABORTED])
-        self.hook.flush(timeout_s=30)
+        # Clients that go away: captured as aborted, not trained on. After the traffic, so that it stays the same.
+        for request in requests[:NUM_ABORTED]:
+            self.service.hang_up(request)
+        self.service.flush()
         return completions
 
-    def _leave_early(self, requests: Sequence[Request]) -> None:
-        """Clients that hang up: captured as aborted, not trained on. After the traffic, so that it stays the same."""
-        for request in requests:
-            leaving = replace(request, request_id=f"left-{request.request_id}")
-            running = self.engine.submit(leaving)
-            self.engine.cancel(leaving.request_id)
-            running.result(timeout=60)
-
     def _generate(self, requests: Sequence[Request], domain: str) -> list[Completion]:
-        """Serve with as many requests at once as this engine serves best: one point of the timeline."""
+        """Serve requests: one point of the timeline."""
         before, began = self.engine.counters(), time.monotonic()
-        drafting = self.engine.drafter_version() is not None
-        concurrency = DRAFTING_CONCURRENCY if drafting else PLAIN_CONCURRENCY
-        done: list[Completion] = []
-        for first in range(0, len(requests), concurrency):
-            done += self.engine.generate(requests[first : first + concurrency])
+        done = self.service.generate(requests)
         seen, seconds = self.engine.counters().since(before), time.monotonic() - began
         timeline = self.story.timeline
         timeline.append(
@@ -227,8 +218,7 @@ class Demo:
             for row in open_snapshot(Path(outputs["curate"]["folder"])).rows("heldout")
             if row.slices.get("domain") == domain
         ]
-        tau_engine, tau_replayed = self._measure_heldout(heldout, domain)
-        cycle = self._summarise(domain, result, outputs, tau_engine, tau_replayed)
+        cycle = self._summarise(domain, result, outputs, self._measure_heldout(heldout, domain))
         if swap is not None:
             cycle.swap_ms = swap.swap_ms
             cycle.near_ties = [tie._asdict() for tie in swap.near_ties or ()]
@@ -243,9 +233,7 @@ class Demo:
             report = self.stages.report(result.folder, name)
             self.story.positions[f"cycle {len(self.story.cycles)}: {name}"] = list(report.position_rates)
 
-    def _summarise(
-        self, domain: Domain, result: RunResult, outputs: dict[str, Any], tau_engine: float, tau_replayed: float
-    ) -> Cycle:
+    def _summarise(self, domain: Domain, result: RunResult, outputs: dict[str, Any], measured: Measured) -> Cycle:
         replayed = outputs["replay"]
         before, after = replayed["champion"]["by_slice"], replayed["challenger"]["by_slice"]
         comparison = outputs["gate"]["comparison"]
@@ -253,8 +241,9 @@ class Demo:
             domain=domain,
             tau_before=before[domain],
             tau_after=after[domain],
-            tau_engine=tau_engine,
-            tau_replay_of_engine=tau_replayed,
+            tau_engine=measured.engine,
+            tau_counted=measured.counted,
+            tau_replay_of_engine=measured.replayed,
             tau_floor=replayed["floor"]["by_slice"][domain],
             interval=(comparison["low"], comparison["high"]),
             verdict=result.outcome,
@@ -271,11 +260,11 @@ class Demo:
     def _swap_under_load(self, domain: Domain) -> Outcome:
         """The agent swaps while requests run; they must all finish, and the watch must pass on live traffic."""
         requests = measured_again(self._requests(domain)[:8], f"during-{len(self.story.cycles)}")
-        running = [self.engine.submit(request) for request in requests]
-        outcome = self.agent.reconcile()
+        with self.service.under_load(requests) as load:
+            outcome = self.agent.reconcile()
         if outcome.swap_ms is None or outcome.state != "WATCHING":
             raise EngineError(f"the promoted drafter did not get in: {outcome.reason}")
-        finished = [future.result(timeout=120) for future in running]
+        finished = load.completions
         cut = [done.request_id for done in finished if done.finish_reason == "abort"]
         if cut:
             raise EngineError(f"requests {cut} were cut by the swap")
@@ -300,14 +289,14 @@ class Demo:
                     break
         return state
 
-    def _measure_heldout(self, rows: Sequence[Row], domain: str) -> tuple[float, float]:
+    def _measure_heldout(self, rows: Sequence[Row], domain: str) -> Measured:
         """tau of the live drafter on held-out requests: by the engine's counters, and by replay of what it wrote."""
         from draftloop.pipeline.data.snapshot import Row as SnapshotRow
         from draftloop.pipeline.judge.replay import replay
 
-        before = self.engine.counters()
+        before, counted_before = self.engine.counters(), self.service.counted()
         completions = self._generate(requests_of(rows, max_tokens=self.workspace.config.demo.max_tokens), domain)
-        tau_engine = self.engine.counters().since(before).tau
+        tau_engine, counted = self.engine.counters().since(before).tau, self.service.counted()
         live = self._live_drafter()
         written = [
             SnapshotRow(done.request_id, done.request_id, list(done.prompt_ids), list(done.output_ids), {}, 0.0, [])
@@ -315,43 +304,49 @@ class Demo:
         ]
         config = self.workspace.config.replay
         reports = replay(self.target, {"live": live}, written, k=config.num_speculative_tokens, snapshot_id="live")
-        return tau_engine, reports["live"].tau
+        by_counters = counted.since(counted_before).tau if counted and counted_before else None
+        return Measured(tau_engine, by_counters, reports["live"].tau)
 
     def _live_drafter(self) -> Any:
         from draftloop.trainers.checkpoint import open_drafter
 
+        folder = self._live_folder()
+        if folder is None:
+            return None
+        return open_drafter(folder, fingerprint=self.target.fingerprint, dtype=self.target.embedding.dtype)
+
+    def _live_folder(self) -> Path | None:
+        """Where the drafter lies that serves now."""
         version = self.engine.drafter_version()
         if version is None:
             return None
-        folder = fetch_once(self.registry, version, self.workspace.fetched(version))
-        return open_drafter(folder, fingerprint=self.target.fingerprint, dtype=self.target.embedding.dtype)
+        staged = self.workspace.staging / "drafters" / version  # the first one of a server is in no registry
+        if artifact.is_complete(staged):
+            return staged
+        return fetch_once(self.registry, version, self.workspace.fetched(version))
 
     def _speed(self, heldout: Sequence[Row]) -> dict[str, Any] | None:
         """Wall-clock tokens/s with and without the live drafter, interleaved in this run."""
         from draftloop.pipeline.judge.speed import SpeedProgress, measure
 
-        version = self.engine.drafter_version()
-        if version is None:
+        version, folder = self.engine.drafter_version(), self._live_folder()
+        if version is None or folder is None:
             return None
         config = self.workspace.config.demo
-        folder = fetch_once(self.registry, version, self.workspace.fetched(version))
         measured: dict[str, Any] = {}
-        for batch in (1, 8):
-            requests = requests_of(heldout[: max(2, batch)], max_tokens=config.speed_tokens)
-            with self.screen.bar(f"speed at batch {batch}", 1) as advance:
+        with self.service.speed() as engine:
+            for batch in (1, 8):
+                requests = requests_of(heldout[: max(2, batch)], max_tokens=config.speed_tokens)
+                with self.screen.bar(f"speed at batch {batch}", 1) as advance:
 
-                def show(seen: SpeedProgress, advance: Bar = advance) -> None:
-                    advance.total(seen.total_runs)
-                    advance(seen.runs)
+                    def show(seen: SpeedProgress, advance: Bar = advance) -> None:
+                        advance.total(seen.total_runs)
+                        advance(seen.runs)
 
-                report = measure(
-                    self.engine,
-                    (folder, version),
-                    requests,
-                    batches=(batch,),
-                    pairs=config.speed_pairs,
-                    on_progress=show,
-                )
+                    pairs = config.speed_pairs
+                    report = measure(
+                        engine, (folder, version), requests, batches=(batch,), pairs=pairs, on_progress=show
+                    )
                 measured[str(batch)] = msgspec.to_builtins(report.results[0])
         return measured
 

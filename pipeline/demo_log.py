@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+from draftloop.pipeline.service import HookLog
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
-from draftloop.pipeline.stream.log import CaptureLog
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.workspace import Workspace
 
 
 @contextmanager
-def demo_log(workspace: Workspace, screen: Screen) -> Iterator[tuple[Workspace, Callable[[], CaptureLog]]]:
-    """The workspace the loop reads through, and what the hook in the engine opens.
+def demo_log(workspace: Workspace, screen: Screen) -> Iterator[tuple[Workspace, HookLog]]:
+    """The workspace the loop reads through, and where the hook in the engine writes.
 
     On a broker started here the hook logs in as a user that can write and not read, the loop as one that reads.
     """
     kafka = workspace.config.log.kafka
     if workspace.config.log.kind != "kafka" or kafka.bootstrap:
-        yield workspace, workspace.open_log
+        yield workspace, HookLog(workspace.open_log, kafka if workspace.config.log.kind == "kafka" else None)
         return
     from draftloop.pipeline.stream.access_site import open_site
     from draftloop.pipeline.stream.broker import LocalBroker
@@ -37,7 +37,7 @@ def demo_log(workspace: Workspace, screen: Screen) -> Iterator[tuple[Workspace, 
             matrix.check()
             screen.say(f"access: {len(acts)} changes, {len(matrix.cells)} acts tried as each principal, no surprise")
             hook, curator = site.client("draftloop-hook"), site.client("draftloop-curator")
-        yield reading_as(workspace, curator), lambda: KafkaLog(hook)
+        yield reading_as(workspace, curator), HookLog(lambda: KafkaLog(hook), hook)
     finally:
         broker.down()
 

@@ -302,7 +302,7 @@ def _speculation(drafter: Path | None, num_speculative_tokens: int, method: str)
         return []
     speculative: Mapping[str, object] = {
         "method": method,
-        "model": str(drafter),
+        "model": str(drafter.absolute()),  # a link stays one: it is followed at each start
         "num_speculative_tokens": num_speculative_tokens,
     }
     return [
