@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Never
 
 import typer
 
+from draftloop.pipeline import cli_engine
 from draftloop.pipeline.cli_answer import Json, answer
 from draftloop.pipeline.cli_stream import access_app, bench_app, broker_app
 from draftloop.pipeline.errors import ConfigError, DraftloopError, GateRefusedError, StorageError
@@ -258,17 +259,28 @@ def doctor(
     part: Annotated[
         str, typer.Option("--as", help="What runs here: loop (run-once), hook (an engine's plug-in) or agent.")
     ] = "loop",
+    engine: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask a running vLLM instead: is its speculation lossless?")
+    ] = None,
+    engine_token_file: Annotated[Path | None, typer.Option(help="The token of its admin route.")] = None,
     config: ConfigFiles = None,
     target: TargetOption = None,
     json_out: Json = False,
 ) -> None:
-    """Checks packages, disk, broker, log, registry and target; says how to mend each."""
+    """Checks packages, disk, broker, log, registry and target, or a running engine; says how to mend each."""
     from draftloop.pipeline.doctor import CHECKS, examine, show
 
     known = next((name for name in CHECKS if name == part), None)
     if known is None:
         raise ConfigError(f"--as {part}: no such part", mend=f"one of {', '.join(CHECKS)}")
-    findings = examine(_workspace(config, overrides, target=target), known)
+    workspace = _workspace(config, overrides, target=target)
+    if engine is not None:
+        from draftloop.pipeline.engine_doctor import examine_engine
+        from draftloop.pipeline.replica import token_file
+
+        findings = examine_engine(workspace, engine, engine_token_file or token_file(workspace))
+    else:
+        findings = examine(workspace, known)
     answer({"checks": findings}, json_out, show(findings))
     if not all(finding["ok"] for finding in findings):
         raise typer.Exit(1)
@@ -283,6 +295,9 @@ def show_config(
 
     resolved = shown(_config(config, overrides, target=target))
     answer(resolved, json_out, json.dumps(resolved, indent=1))
+
+
+cli_engine.register(app)
 
 
 if __name__ == "__main__":

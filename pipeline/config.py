@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftloop.pipeline.data.curate import CurateConfig
 from draftloop.pipeline.errors import ConfigError
 from draftloop.pipeline.judge.config import GateConfig
-from draftloop.pipeline.rollout.agent import AgentConfig
+from draftloop.pipeline.rollout.config import AgentConfig
 from draftloop.pipeline.stream.kafka_config import KafkaConfig
 from draftloop.pipeline.stream.policy import ConsentPolicy
 from draftloop.pipeline.vllm_config import VllmConfig
@@ -67,6 +67,15 @@ class RegistryConfig(_Section):
     name: str = "drafter"
 
 
+class ReplicaConfig(_Section):
+    """The engine replica that `draftloop agent` stands beside, and the folder that both see."""
+
+    url: str = "http://127.0.0.1:8000"
+    token_file: Path | None = None  # of its admin route; None: <work>/serving/admin.token
+    staging: Path | None = None  # the agent's folder; None: <work>/agent
+    public_key: Path | None = None  # verdicts signed by another key are refused; None: <work>/gate.key.pub
+
+
 class LoopConfig(_Section):
     """When a cycle is worth running, and whether a passed gate promotes by itself."""
 
@@ -104,6 +113,7 @@ class Config(_Section):
     gate: GateConfig = GateConfig()
     registry: RegistryConfig = RegistryConfig()
     agent: AgentConfig = AgentConfig()
+    replica: ReplicaConfig = ReplicaConfig()
     loop: LoopConfig = LoopConfig()
     demo: DemoConfig = DemoConfig()
 

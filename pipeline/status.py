@@ -91,6 +91,17 @@ def _log(workspace: Workspace) -> list[dict[str, Any]]:
     return rows
 
 
+def _troubles(agent: dict[str, Any]) -> list[str]:
+    """What an operator must know of a replica beyond what it serves."""
+    lines = []
+    lost, lossless = agent.get("restart_needed"), agent.get("lossless") or {}
+    if lost:
+        lines.append(f"RESTART NEEDED: {lost.get('reason')}")
+    if False in (lossless.get("greedy"), lossless.get("sampling")):
+        lines.append(f"not lossless: {lossless.get('reason')}")
+    return lines
+
+
 def describe(found: dict[str, Any]) -> str:
     """The same for a person."""
     lines = [f"work folder   {found['work']}"]
@@ -102,6 +113,7 @@ def describe(found: dict[str, Any]) -> str:
         agent = found["agent"]
         serves = f"{agent.get('state')}, serves {agent.get('live') or agent.get('version')}"
         lines.append(f"agent         {agent.get('error') or serves}")
+        lines += [f"              {line}" for line in _troubles(agent)]
     if found["job"]:
         job = found["job"]
         has = f"{job['key']} (has {', '.join(job['outputs']) or 'only its plan'})"

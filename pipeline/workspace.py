@@ -52,8 +52,8 @@ class Workspace:
 
     @property
     def staging(self) -> Path:
-        """The swap agent's folder."""
-        return self.root / "agent"
+        """The swap agent's folder, which its engine sees too."""
+        return self.config.replica.staging or self.root / "agent"
 
     def fetched(self, version: str) -> Path:
         """Where a champion version's folder is kept once it was downloaded."""

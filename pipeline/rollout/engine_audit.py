@@ -17,7 +17,7 @@ _AT_MOST = 1000  # lines a pass
 class _Line(msgspec.Struct):
     time: float  # Unix time, seconds
     act: Literal["drafter.swap"]
-    outcome: Literal["done", "refused", "failed", "denied"]
+    outcome: Literal["done", "refused", "failed", "denied", "abandoned"]
     version: str | None = None
     digest: str | None = None
     reason: str | None = None

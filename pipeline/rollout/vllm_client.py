@@ -109,7 +109,7 @@ class VllmClient:
         token_file: Path,
         *,
         timeout_s: float = 30.0,
-        swap_timeout_s: float = 180.0,
+        swap_timeout_s: float = 900.0,
         probe_timeout_s: float = 600.0,
     ) -> None:
         """url: http://host:port of the server. token_file is read anew for each call. Raises ConfigError."""
@@ -122,9 +122,9 @@ class VllmClient:
         self._timeout_s, self._swap_timeout_s, self._probe_timeout_s = timeout_s, swap_timeout_s, probe_timeout_s
 
     def fingerprint(self) -> Fingerprint:
-        """Raises EngineUnsupportedError where the plug-in is not set up."""
+        """Raises EngineUnsupportedError where the plug-in is not set up, or in trouble."""
         status = self._status()
-        if status.fingerprint is None:
+        if status.trouble is not None or status.fingerprint is None:
             why, mend = (status.trouble.message, status.trouble.mend) if status.trouble else ("no fingerprint", None)
             raise EngineUnsupportedError(f"the engine at {self._url} cannot be swapped: {why}", mend=mend)
         try:
@@ -136,13 +136,20 @@ class VllmClient:
             ) from error
 
     def drafter_version(self) -> str | None:
-        return self._status().drafter.version
+        return self.condition().version
 
     def counters(self) -> SpecCounters:
         return self._status().counters
 
     def condition(self) -> Condition:
-        status = self._status()
+        """Waits for an engine that has just started to know its drafter. Raises EngineUnsupportedError."""
+        start = time.monotonic()
+        while (status := self._status()).drafter.version is None and not (status.trouble or status.restart_needed):
+            if time.monotonic() - start > self._timeout_s:
+                raise EngineUnsupportedError(
+                    f"the engine at {self._url} does not know its drafter", mend="look at its log, and ask again"
+                )
+            time.sleep(_POLL_S)
         drafter = status.drafter
         return Condition(
             status.boot_id, drafter.version, drafter.digest or "", drafter.tensors or "", status.restart_needed
@@ -150,7 +157,7 @@ class VllmClient:
 
     def status(self) -> dict[str, Any]:
         """The whole status object, as the engine tells it. Raises EngineUnreachableError, AdminDeniedError."""
-        return msgspec.convert(self._get_status(), dict[str, Any])
+        return self._decoded(self._get_status(), dict[str, Any])
 
     def swap(self, folder: Path | None, version: str | None) -> Swapped:
         """Ask for a version by name and digest; the engine reads it from its own staging folder.

@@ -33,7 +33,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = AUDIT_SCHEMA
     time_ms: int
     act: Act
-    outcome: Literal["begun", "done", "failed", "refused", "denied"]
+    outcome: Literal["begun", "done", "failed", "refused", "denied", "abandoned"]
     by: str  # who decided: a person, or a process's principal
     subject: str  # what it was done to: a topic, a version, a cluster
     details: dict[str, str] = msgspec.field(default_factory=dict)
