@@ -27,7 +27,7 @@ th:first-child, td:first-child { text-align: left; } img { max-width: 100%; }
 
 def closing_table(result: dict[str, Any], console: Console | None = None) -> None:
     """The demo's answer for a person, on stderr."""
-    table = Table(title="draftloop demo", title_justify="left")
+    table = Table(title=f"draftloop demo, engine: {result['engine']}", title_justify="left")
     for heading in (
         "cycle",
         "tau before",
@@ -58,6 +58,8 @@ def closing_table(result: dict[str, Any], console: Console | None = None) -> Non
     for cycle in result["cycles"]:
         for batch, row in (cycle["speed"] or {}).items():
             console.print(f"speed after {cycle['domain']}, batch {batch}: {row['ratio']:.2f}x of no drafter")
+    for line in _vllm_lines(result):
+        console.print(line)
     counts = result["counts"]
     console.print(f"captured {counts['captured']}, kept {counts['kept']}, rejected {counts['rejected']}")
     console.print(f"damaged drafter taken back: {'yes' if result['rolled_back'] else 'NO'}")
@@ -67,8 +69,8 @@ def closing_table(result: dict[str, Any], console: Console | None = None) -> Non
 def write_report(path: Path, result: dict[str, Any]) -> None:
     """Write the HTML report of a demo's result."""
     sections = [
-        f"<h1>draftloop: one loop, closed</h1><p>Round {result['round']}, {result['seconds']:.0f} s, "
-        f"peak memory {result['peak_rss_mb']} MB.</p>",
+        f"<h1>draftloop: one loop, closed</h1><p>Engine: {result['engine']}. Round {result['round']}, "
+        f"{result['seconds']:.0f} s, peak memory {result['peak_rss_mb']} MB.</p>",
         "<h2>Cycles</h2>" + _cycles_table(result),
         "<h2>tau over time</h2><p>The live engine's own counters, one point for each batch of traffic; "
         "the colour is the drafter version.</p>" + _img(_plot_timeline(result)),
@@ -82,10 +84,39 @@ def write_report(path: Path, result: dict[str, Any]) -> None:
         "<h2>The damaged drafter</h2>" + _damaged(result),
         "<h2>Counts</h2>" + _counts(result),
     ]
+    told = _vllm_lines(result)
+    if told:
+        sections.insert(
+            2, "<h2>The vLLM server</h2><ul>" + "".join(f"<li>{html.escape(x)}</li>" for x in told) + "</ul>"
+        )
     body = "\n".join(sections)
     head = f"<meta charset='utf-8'><title>draftloop report</title><style>{STYLE}</style>"
     page = f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>"
     path.write_text(page)
+
+
+def _vllm_lines(result: dict[str, Any]) -> list[str]:
+    """What was seen of a vLLM server beside the story; empty for the embedded engine."""
+    lines = []
+    for cycle in result["cycles"]:
+        if cycle["tau_counted"] is not None:
+            lines.append(
+                f"tau after {cycle['domain']}: {cycle['tau_engine']:.3f} emitted, {cycle['tau_counted']:.3f} by vLLM's "
+                "own counters, which count past a stop or the length too"
+            )
+    replayed, restart = result["replayed"], result["restart"]
+    if replayed is not None:
+        lines.append(
+            f"{replayed['num_requests']} captured requests of version {replayed['version']}: tau "
+            f"{replayed['tau_replayed']:.4f} by replay, {replayed['tau_emitted']:.4f} emitted a step: "
+            f"{replayed['difference']:+.2%}"
+        )
+    if restart is not None:
+        is_champion = "the champion" if restart["boots_with_champion"] else f"NOT the champion {restart['champion']}"
+        lines.append(
+            f"restarted in {restart['seconds']:.0f} s: it boots with version {restart['version']}, {is_champion}"
+        )
+    return lines
 
 
 def _same(cycle: dict[str, Any]) -> str:

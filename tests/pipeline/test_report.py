@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def result(*, cycles: int = 2) -> dict[str, Any]:
         "tau_before": 1.0,
         "tau_after": 2.125,
         "tau_engine": 2.25,
+        "tau_counted": None,
         "tau_replay_of_engine": 2.245,
         "tau_floor": 1.5,
         "interval": (1.9, 2.3),
@@ -36,6 +38,9 @@ def result(*, cycles: int = 2) -> dict[str, Any]:
     }
     point = {"requests": 32, "domain": "kitchen", "tau": 1.0, "version": None, "tokens_per_s": 100.0}
     return {
+        "engine": "embedded",
+        "replayed": None,
+        "restart": None,
         "cycles": [cycle] * cycles,
         "timeline": [point, {**point, "requests": 64, "domain": "python", "tau": 1.1, "version": "1"}],
         "positions": {"cycle 1: challenger": [0.5, 0.3]},
@@ -93,3 +98,28 @@ def test_a_cycle_without_swap_shows_no_swap_time_and_no_claim_about_outputs() ->
     closing_table(seen, Console(file=stream, width=160))
     assert "refused" in stream.getvalue()
     assert "yes" not in stream.getvalue().split("captured")[0]
+
+
+def test_what_was_seen_of_a_vllm_server_stands_in_table_and_report(tmp_path: Path) -> None:
+    told = result(cycles=1)
+    told["engine"] = "vllm"
+    told["cycles"] = [{**told["cycles"][0], "tau_counted": 2.31}]
+    told["replayed"] = {
+        "version": "1",
+        "num_requests": 209,
+        "tau_replayed": 1.9714,
+        "tau_emitted": 1.9761,
+        "difference": 1.9714 / 1.9761 - 1,
+    }
+    told["restart"] = {"seconds": 41.2, "version": "boot", "champion": "2", "boots_with_champion": False}
+    lines = [
+        "tau after kitchen <b>: 2.250 emitted, 2.310 by vLLM",
+        "209 captured requests of version 1: tau 1.9714 by replay, 1.9761 emitted a step: -0.24%",
+        "restarted in 41 s: it boots with version boot, NOT the champion 2",
+    ]
+    write_report(tmp_path / "report.html", told)
+    page = html.unescape((tmp_path / "report.html").read_text())
+    written = io.StringIO()
+    closing_table(told, Console(file=written, width=400))
+    assert [line in page for line in lines] == [True] * 3
+    assert [line in written.getvalue() for line in lines] == [True] * 3
