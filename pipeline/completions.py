@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -162,3 +165,40 @@ class Completions:
             ) from error
         finally:
             connection.close()
+
+
+@dataclass
+class Streamed:
+    """What came of `streaming`, once it has ended."""
+
+    answers: list[Answer] = field(default_factory=list)
+    failures: list[EngineError] = field(default_factory=list)
+
+
+@contextmanager
+def streaming(completions: Completions, requests: Sequence[Request], *, streams: int) -> Iterator[Streamed]:
+    """Keep `streams` streamed requests running for the length of the block, the same ones again and again.
+
+    What is yielded is filled when the block has ended and all of them have. An answer's id is REQUEST#NUMBER.
+    """
+    ended, taken, seen = threading.Event(), itertools.count(), Streamed()
+
+    def work() -> None:
+        while not ended.is_set():
+            number = next(taken)
+            request = requests[number % len(requests)]
+            try:
+                named = replace(request, request_id=f"{request.request_id}#{number}")
+                seen.answers.append(completions.ask(named, stream=True))
+            except EngineError as error:
+                seen.failures.append(error)
+                ended.wait(0.2)  # a server that refuses is not asked as fast as it can
+
+    with ThreadPoolExecutor(max_workers=streams, thread_name_prefix="load") as pool:
+        workers = [pool.submit(work) for _ in range(streams)]
+        try:
+            yield seen
+        finally:
+            ended.set()
+        for worker in workers:
+            worker.result()

@@ -42,7 +42,7 @@ def write_fingerprint(workspace: Workspace, out: Path) -> str:
     return fingerprint.digest
 
 
-def make_first_drafter(workspace: Workspace, out: Path) -> str:
+def make_first_drafter(workspace: Workspace, out: Path, target: Target | None = None) -> str:
     """Publish an untrained drafter in the shapes that training keeps; return its digest. A server boots with it.
 
     The agent's link `live` is made to name it where it lies in the agent's folder and nothing is live. Raises
@@ -51,7 +51,7 @@ def make_first_drafter(workspace: Workspace, out: Path) -> str:
     from draftloop.trainers.checkpoint import publish_drafter
     from draftloop.trainers.start import first_drafter
 
-    target = workspace.load_target()
+    target = target or workspace.load_target()
     texts = [text for domain in DOMAINS for text in prompts(domain)]
     outputs = [target.tokenizer(text)["input_ids"] for text in texts]
     digest = publish_drafter(

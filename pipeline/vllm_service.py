@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftloop.pipeline import artifact
-from draftloop.pipeline.completions import Answer, Completions
+from draftloop.pipeline.completions import Answer, Completions, streaming
+from draftloop.pipeline.engine_files import make_first_drafter
 from draftloop.pipeline.errors import ConfigError, EngineError, InputError
 from draftloop.pipeline.records import Swapped
 from draftloop.pipeline.rollout.engine_client import EngineClient
-from draftloop.pipeline.rollout.journal import BOOT
+from draftloop.pipeline.rollout.journal import BOOT, Journal
 from draftloop.pipeline.rollout.vllm_client import VllmClient
 from draftloop.pipeline.service import FLUSH_S, Counted, HookLog, UnderLoad
 from draftloop.pipeline.vllm_server import MODEL_NAME, ServingFiles, VllmServer, request_json, write_serving
@@ -73,7 +70,9 @@ class VllmService:
 
         Raises EngineError, EngineUnreachableError.
         """
-        first_drafter(self._workspace, self._target)
+        journal = Journal(self._workspace.staging)
+        if journal.live_version() is None:
+            make_first_drafter(self._workspace, journal.drafters / BOOT, self._target)
         began = time.monotonic()
         say(f"a vLLM server starts, log {self._server.log}")
         self._server.start()
@@ -99,9 +98,11 @@ class VllmService:
     def under_load(self, requests: Sequence[Request]) -> Iterator[UnderLoad]:
         load = UnderLoad()
         version = self._client.drafter_version()
-        with streaming(self._completions, requests, streams=STREAMS_UNDER_LOAD) as answers:
+        with streaming(self._completions, requests, streams=STREAMS_UNDER_LOAD) as streamed:
             yield load
-        load.completions += [completion_of(answer, version) for answer in answers]
+        if streamed.failures:
+            raise streamed.failures[0]
+        load.completions += [completion_of(answer, version) for answer in streamed.answers]
 
     def hang_up(self, request: Request) -> None:
         leaving = replace(request, request_id=f"left-{request.request_id}")
@@ -172,33 +173,6 @@ class TwoServers:
         return [completion_of(answer, None) for answer in answers]
 
 
-@contextmanager
-def streaming(completions: Completions, requests: Sequence[Request], *, streams: int) -> Iterator[list[Answer]]:
-    """Keep `streams` streamed requests running for the length of the block, the same ones again and again.
-
-    The list is filled when the block has ended and all of them have. Raises what the first failed one raised.
-    """
-    ended, taken = threading.Event(), itertools.count()
-    answers: list[Answer] = []
-
-    def work() -> list[Answer]:
-        own = []
-        while not ended.is_set():
-            number = next(taken)
-            request = requests[number % len(requests)]
-            own.append(completions.ask(replace(request, request_id=f"{request.request_id}-{number}"), stream=True))
-        return own
-
-    with ThreadPoolExecutor(max_workers=streams, thread_name_prefix="load") as pool:
-        workers = [pool.submit(work) for _ in range(streams)]
-        try:
-            yield answers
-        finally:
-            ended.set()
-        for worker in workers:
-            answers += worker.result()
-
-
 def completion_of(answer: Answer, version: str | None) -> Completion:
     """An answer as the embedded engine would give it."""
     reason = answer.finish_reason
@@ -234,28 +208,6 @@ def metrics_of(server: VllmServer) -> dict[str, float]:
             name = name.partition("{")[0]
             found[name] = found.get(name, 0.0) + float(value)
     return found
-
-
-def first_drafter(workspace: Workspace, target: Target) -> Path:
-    """The link a server boots with; where there is none yet, a first drafter of the target is made for it."""
-    from draftloop.trainers.checkpoint import publish_drafter
-    from draftloop.trainers.start import first_drafter as make
-
-    live = workspace.staging / "live"
-    if live.exists():
-        return live
-    place = workspace.staging / "drafters" / BOOT
-    if not artifact.is_complete(place):
-        config = workspace.config.train
-        training = {
-            "target": target.folder,
-            "target_architecture": type(target.model).__name__,
-            "num_speculative_tokens": workspace.config.replay.num_speculative_tokens,
-        }
-        model = make(target, [], config)
-        publish_drafter(place, model, fingerprint=target.fingerprint, snapshot_id=None, parents=[], training=training)
-    live.symlink_to(Path("drafters") / BOOT)
-    return live
 
 
 def _serving_files(workspace: Workspace, target: Target, log: HookLog, folder: Path) -> ServingFiles:
