@@ -69,7 +69,9 @@ async def score(engine: Any, request: ScoreRequest) -> dict[str, Any]:
         raise InputError(
             f"{len(request.prompts)} prompts, {len(request.outputs)} outputs", mend="send one output a prompt"
         )
-    _check(request.prompts, max(map(len, request.outputs), default=0))
+    tokens = max(map(len, request.outputs), default=0)
+    _check(request.prompts, tokens)
+    _check(request.outputs, tokens)
     with internal():
         pairs = zip(request.prompts, request.outputs, strict=True)
         rows = await asyncio.gather(*(_score_one(engine, prompt, output) for prompt, output in pairs))
@@ -80,7 +82,7 @@ def _check(prompts: Sequence[object], tokens: int) -> None:
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise InputError(f"{len(prompts)} prompts", mend=f"send 1 to {MAX_PROMPTS}")
     if any(len(prompt) == 0 for prompt in prompts if isinstance(prompt, list | str)):
-        raise InputError("a prompt is empty", mend="send at least one token")
+        raise InputError("a prompt or output is empty", mend="send at least one token")
     if tokens > MAX_TOKENS:
         raise InputError(f"{tokens} tokens", mend=f"ask for at most {MAX_TOKENS}")
 
@@ -141,7 +143,7 @@ async def _whole(engine: Any, prompt: list[int] | str, parameters: Any) -> Any:
     try:
         async for output in engine.generate(given, parameters, versions.request_id()):
             final = output
-    except ValueError as error:  # longer than the engine takes, an id outside the vocabulary
+    except (ValueError, versions.client_error()) as error:  # too long, an id outside the vocabulary
         raise InputError(str(error), mend="send prompts this engine can run") from None
     assert final is not None
     return final

@@ -8,6 +8,7 @@ from typing import Any
 from draftloop.pipeline.errors import EngineUnsupportedError
 
 SUPPORTED = ("0.32",)  # releases whose calls the tests of tests/engine have seen working
+DEFAULT_WEIGHTS = "default"  # the label of target weights that nobody has updated
 
 
 def release() -> str:
@@ -34,10 +35,45 @@ def request_state() -> Any:
 
 
 def output_processor() -> Any:
-    """Turns the engine's outputs into a request's. Its static `_trim_surplus_tokens` cuts what is past a stop string."""
+    """Turns the engine's outputs into requests'. Its static `_trim_surplus_tokens` cuts what is past a stop string."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
     return OutputProcessor
+
+
+def is_delta(output_kind: Any) -> bool:
+    """Whether a request of that RequestOutputKind is streamed."""
+    return bool(output_kind.name == "DELTA")
+
+
+def is_partial(request: Any) -> bool:
+    """Whether an EngineCoreRequest is one token of a beam search: vLLM runs each as a request, named `...-beam-<i>`."""
+    head, beam, index = (request.external_req_id or "").rpartition("-beam-")
+    return bool(head and beam and index.isdecimal() and request.sampling_params.max_tokens == 1)
+
+
+def alters_logits(params: Any) -> bool:
+    """Whether SamplingParams sample from something else than the target's own distribution, temperature aside."""
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_p
+        or params.min_tokens
+        or params.structured_outputs is not None
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.trace_decode_token_ids
+        or params.thinking_token_budget is not None
+    )
+
+
+def stat_logger_base() -> Any:
+    """What a stat logger inherits from."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    return StatLoggerBase
 
 
 def transfer_factory() -> Any:
@@ -93,6 +129,14 @@ def sampling(**parameters: Any) -> Any:
 def request_id() -> str:
     """A name no other request has."""
     return f"draftloop-{uuid.uuid4().hex}"
+
+
+def client_error() -> type[Exception]:
+    """What vLLM raises for a request that it cannot run."""
+    from vllm.exceptions import VLLMClientError
+
+    kind: type[Exception] = VLLMClientError
+    return kind
 
 
 def missing(error: Exception) -> EngineUnsupportedError:
