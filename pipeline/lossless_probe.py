@@ -207,5 +207,5 @@ def told_sampling(found: Sampled) -> str:
     return (
         f"sampling at temperature {TEMPERATURE}: {found.with_speculation:.2f} nats a token with speculation, "
         f"{found.without:.2f} without ({found.num_pairs} pairs, {found.num_tokens} tokens a side, "
-        f"p = {found.p_value:.4f}): {'no difference shown' if found.lossless else 'NOT lossless'}"
+        f"p = {found.p_value:.2g}): {'no difference shown' if found.lossless else 'NOT lossless'}"
     )
