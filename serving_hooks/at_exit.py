@@ -25,7 +25,9 @@ def close_at_exit(
     """
 
     def close() -> None:
-        if signal.getsignal(signal.SIGTERM) is _leave:  # a second one must not cut the account short
+        # A second one must not cut the account short; an event loop that has ended leaves the default behind.
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) in (_leave, signal.SIG_DFL):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         hook.close(timeout_s)
         (report or _report)(hook.counters())

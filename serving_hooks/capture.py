@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from draftloop.pipeline.stream.policy import Assertion, ConsentPolicy, decide
-from draftloop.serving_hooks.finished import FinishedRequest, hold, pack
+from draftloop.serving_hooks.finished import FinishedRequest, Later, hold, moment, pack
 from draftloop.serving_hooks.outbox import CaptureLimits, Outbox
 from draftloop.serving_hooks.packer import Packer
 from draftloop.serving_hooks.sender import Sender, Sink
@@ -59,6 +59,28 @@ class CaptureHook:
         """Take a finished request, or count why not. Never blocks, never raises."""
         try:
             self._offer(request)
+        except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
+            self._outbox.refuse("unexpected")
+
+    def offer_later(
+        self,
+        tenant: str,
+        request_id: str,
+        size: int,
+        make: Callable[[], FinishedRequest],
+        *,
+        asserted: Assertion | None,
+    ) -> None:
+        """As offer, of what `make` puts together in another thread; until then it takes at most `size` bytes."""
+        try:
+            decision = decide(self._policy, tenant, request_id, asserted=asserted)
+            if decision.consent is None:
+                self._outbox.refuse(f"policy:{decision.reason}")
+                return
+            if len(self._threads) < _NUM_THREADS:
+                self._start()
+            if not self._outbox.hand_over(Later(make, decision.consent, moment()), size):
+                self._offer(make())
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             self._outbox.refuse("unexpected")
 

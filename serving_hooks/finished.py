@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,6 +50,19 @@ class FinishedRequest:
         return 4 * (len(self.prompt_ids) + len(self.output_ids) + logprobs) + len(self.accepted) + len(self.drafted)
 
 
+class Later(NamedTuple):
+    """A finished request that is put together where it is packed. `make` holds nothing that the engine can change."""
+
+    make: Callable[[], FinishedRequest]
+    consent: Consent
+    time_ms: int
+
+    def packed(self, target: str) -> tuple[bytes, bytes]:
+        """Key and value of the entry. Raises AttributeError, OverflowError, TypeError, ValueError: no request."""
+        request = self.make()
+        return request.conversation_id.encode(), pack(request, self.consent, target, time_ms=self.time_ms)
+
+
 class Held(NamedTuple):
     """A finished request as it waits to be packed: whatever the engine may change later is a copy."""
 
@@ -63,49 +76,57 @@ class Held(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """The memory it takes at most: an id is an object of 28 bytes and its place in a tuple."""
+        """The memory it takes at most. Raises TypeError: no request."""
         request = self.request
         words = len(request.request_id) + len(request.conversation_id) + len(request.tenant) + len(request.subject)
-        words += sum(len(key) + len(value) for key, value in self.slices.items())
+        for key, value in self.slices.items():
+            words += len(key) + len(value)
         items = len(self.prompt_ids) + len(self.output_ids) + len(self.logprobs or ())
-        return _HELD_BYTES + 4 * words + _ITEM_BYTES * (items + len(request.accepted) + len(request.drafted))
+        return most_bytes(items + len(request.accepted) + len(request.drafted), words)
+
+    def packed(self, target: str) -> tuple[bytes, bytes]:
+        """Key and value of the entry. Raises AttributeError, OverflowError, TypeError, ValueError: no request."""
+        return self.request.conversation_id.encode(), _encoded(self, target)
 
 
-_HELD_BYTES = 2048  # the objects around: request, strings, tuples, slices; a test measures it
-_ITEM_BYTES = 40
+def most_bytes(num_items: int, num_letters: int) -> int:
+    """The memory of a request that waits: an id is an object of 28 bytes and its place in a tuple."""
+    return 2048 + 4 * num_letters + 40 * num_items  # 2048: the objects around
 
 
 def hold(request: FinishedRequest, consent: Consent) -> Held | None:
     """What can wait; None for what cannot be copied fast and must be packed at once. Raises TypeError: no request."""
-    ids = _fixed(request.prompt_ids), _fixed(request.output_ids)
-    logprobs = None if request.logprobs is None else _fixed(request.logprobs)
-    if ids[0] is None or ids[1] is None or (logprobs is None) != (request.logprobs is None):
+    prompt_ids, output_ids, logprobs = request.prompt_ids, request.output_ids, request.logprobs
+    if type(prompt_ids) not in _FAST or type(output_ids) not in _FAST or type(request.slices) is not dict:
         return None
-    if type(request.slices) is not dict or type(request.accepted) is not tuple or type(request.drafted) is not tuple:
+    if type(request.accepted) is not tuple or type(request.drafted) is not tuple:
         return None
-    return Held(request, consent, _moment(request), ids[0], ids[1], logprobs, request.slices.copy())
+    if logprobs is not None:
+        if type(logprobs) not in _FAST:
+            return None
+        logprobs = tuple(logprobs)
+    return Held(
+        request, consent, moment(request.time_ms), tuple(prompt_ids), tuple(output_ids), logprobs, request.slices.copy()
+    )
 
 
-def _fixed(values: Any) -> tuple[Any, ...] | None:
-    kind = type(values)
-    if kind is tuple:
-        return values  # type: ignore[no-any-return]
-    return tuple(values) if kind is list else None
+_FAST = (list, tuple)
 
 
-def _moment(request: FinishedRequest) -> int:
-    return operator.index(request.time_ms) if request.time_ms is not None else time.time_ns() // 1_000_000
+def moment(time_ms: int | None = None) -> int:
+    """Unix time in ms; now, where none is given."""
+    return operator.index(time_ms) if time_ms is not None else time.time_ns() // 1_000_000
 
 
-def pack(request: FinishedRequest, consent: Consent, target: str) -> bytes:
+def pack(request: FinishedRequest, consent: Consent, target: str, *, time_ms: int | None = None) -> bytes:
     """The record's final bytes, which a reader can read. Raises OverflowError, TypeError, ValueError: no request."""
     logprobs = None if request.logprobs is None else _numbers(request.logprobs)
     ids = _numbers(request.prompt_ids), _numbers(request.output_ids)
-    return pack_held(Held(request, consent, _moment(request), *ids, logprobs, dict(request.slices)), target)
+    when = moment(time_ms if request.time_ms is None else request.time_ms)
+    return _encoded(Held(request, consent, when, *ids, logprobs, dict(request.slices)), target)
 
 
-def pack_held(held: Held, target: str) -> bytes:
-    """As pack, of what has waited."""
+def _encoded(held: Held, target: str) -> bytes:
     request = held.request
     choice = operator.index(request.choice)
     value = encode(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from draftloop.serving_hooks.finished import pack_held
 from draftloop.serving_hooks.outbox import Outbox, Parcel, unpack
 
 
@@ -24,8 +23,7 @@ class Packer:
                 entry = unpack(parcel.content)
                 key, value = entry.key, entry.value
             else:
-                key = parcel.content.request.conversation_id.encode()
-                value = pack_held(parcel.content, self._target)
+                key, value = parcel.content.packed(self._target)
         except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
             self._outbox.reject(parcel, "invalid")
         except Exception:  # noqa: BLE001  the thread's outermost guard: one odd request must not end capture

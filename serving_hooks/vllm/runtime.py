@@ -15,6 +15,7 @@ from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import SpecCounters
 from draftloop.serving_hooks.capture import CaptureHook
 from draftloop.serving_hooks.vllm.settings import ServingSettings, load_settings
+from draftloop.serving_hooks.vllm.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Served:
 
 
 @dataclass
+class Discount:
+    """What vLLM's statistics have counted too much since their last step was added to the counters."""
+
+    num_steps: int = 0
+    num_emitted: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+@dataclass
 class Runtime:
     """Mutable on the event loop's thread only, but for `counters` and `served`, which are replaced whole."""
 
@@ -35,8 +46,11 @@ class Runtime:
     fingerprint: Fingerprint | None = None
     hook: CaptureHook | None = None
     capturing: bool = False
+    started: bool = False  # hook and metrics are there
     served: Served = field(default_factory=Served)
     counters: SpecCounters = field(default_factory=SpecCounters)  # probes left out
+    discount: Discount = field(default_factory=Discount)
+    timing: Timing = field(default_factory=Timing)
     swaps: dict[str, int] = field(default_factory=dict)  # result -> count
     restart_needed: str | None = None  # why this process must be replaced
     trouble: DraftloopError | None = None  # why the plug-in does nothing; serving goes on without it
