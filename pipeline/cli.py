@@ -14,7 +14,8 @@ import typer
 
 from draftloop.pipeline import cli_engine
 from draftloop.pipeline.cli_answer import Json, answer
-from draftloop.pipeline.cli_stream import access_app, bench_app, broker_app
+from draftloop.pipeline.cli_bench import bench_app
+from draftloop.pipeline.cli_stream import access_app, broker_app
 from draftloop.pipeline.errors import ConfigError, DraftloopError, GateRefusedError, StorageError
 
 if TYPE_CHECKING:

@@ -1,9 +1,7 @@
-"""The commands around Kafka: `broker` (one on this machine), `access` (who may do what), `bench` (what it costs)."""
+"""The commands around Kafka: `broker` (one on this machine), `access` (who may do what)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +12,6 @@ from draftloop.pipeline.errors import AccessSurpriseError, ConfigError, Draftloo
 
 broker_app = typer.Typer(no_args_is_help=True, help="A real Apache Kafka on this machine, for development and tests.")
 access_app = typer.Typer(no_args_is_help=True, help="Topics, users, ACLs and quotas of a cluster, from one TOML.")
-bench_app = typer.Typer(no_args_is_help=True, help="What things cost, beside a peer or a limit in the same run.")
 
 Home = Annotated[Path, typer.Option("--home", help="The broker's folder.")]
 Libs = Annotated[Path | None, typer.Option("--libs", help="Folder of Kafka's jars.")]
@@ -226,83 +223,3 @@ def access_example(json_out: Json = False) -> None:
 
     toml = DEFAULT_FILE.read_text(encoding="utf-8")
     answer({"toml": toml}, json_out, toml.rstrip("\n"))
-
-
-@bench_app.command("log")
-def bench_log(
-    home: Annotated[
-        Path | None, typer.Option("--home", help="A running broker's folder; without it, one is started for the run.")
-    ] = None,
-    libs: Libs = None,
-    records: Annotated[int, typer.Option(min=1000, help="Records a client and round.")] = 50_000,
-    record_bytes: Annotated[int, typer.Option(min=100)] = 4096,
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-    json_out: Json = False,
-) -> None:
-    """Our Kafka log beside confluent-kafka: records/s and CPU per record, both ways, same broker, same run."""
-    import importlib.util
-
-    from draftloop.pipeline.stream.kafka_bench import CLIENTS, bench_log, table
-    from draftloop.pipeline.ui import Screen
-
-    if importlib.util.find_spec("confluent_kafka") is None:
-        raise ConfigError("confluent-kafka, the peer, is not installed", mend="pip install 'draftloop[kafka,bench]'")
-    with _broker_for(home, libs) as admin, Screen().bar("bench log", rounds * len(CLIENTS)) as advance:
-        result = bench_log(admin, records=records, record_bytes=record_bytes, rounds=rounds, on_progress=advance)
-    answer(result, json_out, table(result))
-
-
-@bench_app.command("curate")
-def bench_curate(
-    folder: Annotated[Path, typer.Option("--folder", help="Where its files may lie for that time.")] = Path("."),
-    sizes: Annotated[list[int] | None, typer.Option("--size", min=1000, help="Records; may be repeated.")] = None,
-    log: Annotated[str, typer.Option("--log", help="synthetic, sqlite, or a Kafka client's TOML.")] = "synthetic",
-    rounds: Annotated[int, typer.Option(min=1, help="The best of so many counts: a busy core costs 20 %.")] = 1,
-    json_out: Json = False,
-) -> None:
-    """Curation by size: seconds, peak memory and throughput, beside reading and decoding alone."""
-    from draftloop.pipeline.data.bench_curate import bench_curate, table
-    from draftloop.pipeline.ui import Screen
-
-    result = bench_curate(folder, sizes=sizes or (100_000, 1_000_000), log=log, rounds=rounds, say=Screen().say)
-    answer(result, json_out, table(result))
-
-
-@bench_app.command("capture")
-def bench_capture(
-    home: Annotated[
-        Path | None, typer.Option("--home", help="A running broker's folder; without it, one is started for the run.")
-    ] = None,
-    libs: Libs = None,
-    rate: Annotated[float, typer.Option(min=1, help="Finished requests a second.")] = 500.0,
-    seconds: Annotated[float, typer.Option(min=1)] = 30.0,
-    json_out: Json = False,
-) -> None:
-    """What the serving thread sees of capture into a real Kafka, and what became of every record."""
-    import msgspec
-
-    from draftloop.pipeline.stream.load import LoadPlan, measure, table
-
-    with _broker_for(home, libs) as admin:
-        result = measure(admin, LoadPlan(rate=rate, seconds=seconds))
-    answer(msgspec.to_builtins(result), json_out, table(result))
-
-
-@contextmanager
-def _broker_for(home: Path | None, libs: Path | None) -> Iterator[Path]:
-    """The administrator's client file of a running broker; one in a temporary folder where none is named."""
-    import tempfile
-
-    from draftloop.pipeline.stream.broker import LocalBroker
-    from draftloop.pipeline.ui import Screen
-
-    if home is not None:
-        yield home / "clients" / "admin.toml"
-        return
-    with tempfile.TemporaryDirectory(prefix="draftloop-bench-") as folder:
-        broker = LocalBroker(Path(folder) / "broker")
-        try:
-            broker.up(libs=libs, on_wait=Screen().say)
-            yield broker.home / "clients" / "admin.toml"
-        finally:
-            broker.down()
