@@ -37,6 +37,7 @@ class Identity(NamedTuple):
     conversation: str = ""  # "": the request is its own
     asserted: Assertion | None = None
     route: str = "other"
+    slices: tuple[tuple[str, str], ...] = ()  # what the gateway sorts traffic by: domain, language
 
 
 NOBODY = Identity()
@@ -109,11 +110,16 @@ class Identities:
         said = {name: {value.strip() for other, value in ours if other == name} for name in _SAID}
         if any(len(values) > 1 for values in said.values()):  # a client's header beside the gateway's: whose is whose?
             return Identity(asserted="deny", route=route)
-        tenant, subject, conversation = (_text(said[name]) for name in _SAID)
+        tenant, subject, conversation, slices = (_text(said[name]) for name in _SAID)
         if consents and asserted is None:
             asserted = "train"
         return Identity(
-            tenant or self._tenant_of(authorization), self._pseudonym(subject), conversation, asserted, route
+            tenant or self._tenant_of(authorization),
+            self._pseudonym(subject),
+            conversation,
+            asserted,
+            route,
+            _pairs(slices),
         )
 
     def _is_gateway(self, ours: Headers) -> bool:
@@ -136,7 +142,8 @@ class Identities:
         return hmac.new(key, subject.encode(), hashlib.sha256).hexdigest()
 
 
-_SAID = (b"tenant", b"subject", b"conversation")
+_SAID = (b"tenant", b"subject", b"conversation", b"slices")
+_MOST_SLICES, _LONGEST_SLICE = 8, 64
 
 
 class Identify:
@@ -173,6 +180,13 @@ class Identify:
 def _route(path: str) -> str:
     _, _, rest = path.partition("/v1/")
     return ROUTES.get(rest.rstrip("/"), "other")
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """ "domain=kitchen,language=en" in pairs; what has another form is left out."""
+    found = [(key.strip(), value.strip()) for key, _, value in (part.partition("=") for part in text.split(","))]
+    short = [(key, value) for key, value in found if key and value and max(len(key), len(value)) <= _LONGEST_SLICE]
+    return tuple(short[:_MOST_SLICES])
 
 
 def _text(values: set[bytes]) -> str:
