@@ -51,9 +51,9 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: bytes
     finish_reason: FinishReason
     sampling: Sampling
-    logprobs: bytes | None = None  # float32 LE, one per output token, of the distribution sampled from
-    accepted: tuple[int, ...] = ()  # accepted draft tokens of each target step after prefill
-    drafted: tuple[int, ...] = ()  # proposed draft tokens of the same steps
+    logprobs: bytes | None = None  # float32 LE, one per output token, as the engine tells them
+    accepted: tuple[int, ...] = ()  # accepted draft tokens of each target step after prefill; (): not told
+    drafted: tuple[int, ...] = ()  # proposed draft tokens of the same steps; (): not told
     slices: dict[str, str] = msgspec.field(default_factory=dict)  # language, template mode, route, domain
     redaction: tuple[str, ...] = ()
 

@@ -22,7 +22,7 @@ from draftloop.serving_hooks.vllm.runtime import Runtime, current
 # What vLLM may say: an error of the engine's ends a request as an abort does, repetition as a stop of its own.
 _ENDS: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length"}
 _LOGPROB_BYTES = 600  # of the objects vLLM makes for a token's log-probabilities
-_OWN = "_new_completion_output"
+_OWN, _STEP = "_new_completion_output", "make_request_output"
 
 
 def install() -> None:
@@ -76,7 +76,9 @@ def _begin(runtime: Runtime, state: Any, request: Any) -> None:
             hook.refuse(unfit)
         else:
             choice = _Choice(name, identity, request.sampling_params, state)
-            setattr(state, _OWN, _ending(runtime, choice, state, begun))
+            setattr(state, _OWN, _ending(runtime, choice, state))
+            if request.sampling_params.stop:
+                setattr(state, _STEP, _stepping(choice, getattr(state, _STEP)))
             choice.cost = perf_counter() - begun
             return
     runtime.timing.add(perf_counter() - begun)
@@ -107,6 +109,7 @@ class _Choice:
         "cost",
         "drafted",
         "drafter",
+        "emitted",
         "end",
         "identity",
         "logprobs",
@@ -124,20 +127,23 @@ class _Choice:
         self.params = params
         self.choice = state.request_index
         self.conversation = identity.conversation or state.external_req_id
+        self.emitted: list[int] = []
         self.cost = 0.0
 
-    def finish(self, state: Any, end: str, drafter: str | None) -> int:
+    def finish(self, state: Any, end: str, drafter: str | None, takes_logprobs: bool) -> int:
         """Take what is needed of the state, copied or complete; returns the memory it takes at most."""
         self.end = end
         self.drafter = drafter
         self.prompt_ids = tuple(state.prompt_token_ids)
         self.output_ids = tuple(state.detokenizer.output_token_ids)
-        self.logprobs = state.logprobs_processor.logprobs  # None: nobody asked for them
+        self.logprobs = state.logprobs_processor.logprobs if takes_logprobs else None  # None: nobody asked for them
         self.stream = state.output_kind
         self.weights = state.weight_version_starts
         metrics = state.spec_decode_metrics
         self.accepted = () if metrics is None else metrics.per_step_accepted
         self.drafted = () if metrics is None else metrics.per_step_drafted
+        if metrics is None and len(self.emitted) > 1:
+            self.accepted = [count - 1 for count in self.emitted[1:]]
         outputs = len(self.output_ids)
         size = most_bytes(len(self.prompt_ids) + 2 * outputs, 4 * len(self.name))
         if self.logprobs:
@@ -173,7 +179,8 @@ class _Choice:
         )
 
     def _slices(self) -> dict[str, str]:
-        slices = {"route": self.identity.route, "stream": "yes" if versions.is_delta(self.stream) else "no"}
+        slices = dict(self.identity.slices)
+        slices |= {"route": self.identity.route, "stream": "yes" if versions.is_delta(self.stream) else "no"}
         weights = {label for label, _ in self.weights} - {versions.DEFAULT_WEIGHTS}
         if weights:
             slices["weights"] = ",".join(sorted(weights))
@@ -182,7 +189,19 @@ class _Choice:
         return slices
 
 
-def _ending(runtime: Runtime, choice: _Choice, state: Any, begun: float) -> Callable[..., Any]:
+def _stepping(choice: _Choice, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What each step gave, of a request with stop strings: the engine is told of the stop, and tells no counts then."""
+
+    @wraps(plain)
+    def make_request_output(new_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if new_token_ids:
+            choice.emitted.append(len(new_token_ids))
+        return plain(new_token_ids, *args, **kwargs)
+
+    return make_request_output
+
+
+def _ending(runtime: Runtime, choice: _Choice, state: Any) -> Callable[..., Any]:
     plain = getattr(state, _OWN)
 
     @wraps(plain)
@@ -200,14 +219,15 @@ def _ending(runtime: Runtime, choice: _Choice, state: Any, begun: float) -> Call
 
 def _finish(runtime: Runtime, choice: _Choice, state: Any, end: str) -> None:
     begun = perf_counter()
-    delattr(state, _OWN)  # once a choice; and the cycle through the state is open again
+    for name in (_OWN, _STEP):  # once a choice; and the cycle through the state is open again
+        vars(state).pop(name, None)
     hook = runtime.hook
     if hook is None:
         return
     if not runtime.capturing:  # switched off meanwhile
         hook.refuse("switched_off")
         return
-    size = choice.finish(state, end, runtime.served.version)
+    size = choice.finish(state, end, runtime.served.version, runtime.takes_logprobs)
     identity = choice.identity
     hook.offer_later(identity.tenant, choice.name, size, choice.request, asserted=identity.asserted)
     runtime.timing.add(choice.cost + perf_counter() - begun)

@@ -47,6 +47,7 @@ class Runtime:
     hook: CaptureHook | None = None
     capturing: bool = False
     started: bool = False  # hook and metrics are there
+    takes_logprobs: bool = True  # where a client asked for them
     served: Served = field(default_factory=Served)
     counters: SpecCounters = field(default_factory=SpecCounters)  # probes left out
     discount: Discount = field(default_factory=Discount)

@@ -17,6 +17,7 @@ class StepCounters(_Base):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._runtime = current()
+        self._runtime.takes_logprobs = versions.tells_logprobs(vllm_config)
         start(self._runtime)
 
     def record(

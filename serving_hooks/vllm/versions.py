@@ -52,6 +52,11 @@ def is_partial(request: Any) -> bool:
     return bool(head and beam and index.isdecimal() and request.sampling_params.max_tokens == 1)
 
 
+def tells_logprobs(vllm_config: Any) -> bool:
+    """Whether what clients get as log-probabilities are such; vLLM can be told to give logits in their place."""
+    return str(vllm_config.model_config.logprobs_mode).endswith("logprobs")
+
+
 def alters_logits(params: Any) -> bool:
     """Whether SamplingParams sample from something else than the target's own distribution, temperature aside."""
     return bool(
