@@ -55,8 +55,8 @@ def examine_engine(workspace: Workspace, url: str, token_file: Path) -> list[dic
 
     def sampling() -> tuple[bool, str, dict[str, Any]]:
         texts = lossless_probe.repeated(prompts, PAIRS)
-        plain = lossless_probe.plain_side(client, texts, max_tokens=PAIR_TOKENS, seed=1000)
-        found = lossless_probe.check_sampling(client, texts, plain, max_tokens=PAIR_TOKENS, seed=2000)
+        plain = lossless_probe.plain_side(client, texts, max_tokens=PAIR_TOKENS)
+        found = lossless_probe.check_sampling(client, texts, plain, max_tokens=PAIR_TOKENS)
         facts = {
             "with_speculation": found.with_speculation,
             "without": found.without,

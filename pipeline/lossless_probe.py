@@ -111,15 +111,15 @@ def not_best(
     )
 
 
-def plain_side(engine: ProbingEngine, prompts: Sequence[Ids], *, max_tokens: int, seed: int) -> Plain:
+def plain_side(engine: ProbingEngine, prompts: Sequence[Ids], *, max_tokens: int, seed: int | None = None) -> Plain:
     """Sample each prompt without speculation."""
     return _side(engine, prompts, max_tokens=max_tokens, seed=seed, speculate=False)
 
 
 def check_sampling(
-    engine: ProbingEngine, prompts: Sequence[Ids], plain: Plain, *, max_tokens: int, seed: int
+    engine: ProbingEngine, prompts: Sequence[Ids], plain: Plain, *, max_tokens: int, seed: int | None = None
 ) -> Sampled:
-    """Sample the same prompts with speculation, and compare. `seed`: another one than the plain side's.
+    """Sample the same prompts with speculation, and compare. A seed: another one than the plain side's.
 
     Raises InputError where fewer than MIN_PAIRS pairs have text.
     """
@@ -170,9 +170,13 @@ def repeated(prompts: Sequence[Ids], num_pairs: int) -> list[Ids]:
     return [prompts[index % len(prompts)] for index in range(max(num_pairs, MIN_PAIRS))]
 
 
-def _side(engine: ProbingEngine, prompts: Sequence[Ids], *, max_tokens: int, seed: int, speculate: bool) -> Plain:
+def _side(
+    engine: ProbingEngine, prompts: Sequence[Ids], *, max_tokens: int, seed: int | None, speculate: bool
+) -> Plain:
     made = engine.generate(prompts, max_tokens=max_tokens, temperature=TEMPERATURE, seed=seed, speculate=speculate)
     filled = [(prompt, output) for prompt, output in zip(prompts, made.output_ids, strict=True) if output]
+    if not filled:
+        return Plain((0.0,) * len(prompts), (0,) * len(prompts))
     scores = engine.score([prompt for prompt, _ in filled], [output for _, output in filled])
     if [len(output) for _, output in filled] != [len(logprobs) for logprobs in scores.logprobs]:
         raise EngineError("the engine scored another number of tokens than it was given")

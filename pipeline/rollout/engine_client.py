@@ -61,10 +61,10 @@ class ProbingEngine(Protocol):
         *,
         max_tokens: int,
         temperature: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         speculate: bool = True,
     ) -> Generated:
-        """speculate False: token by token, which no drafter has a part in."""
+        """speculate False: token by token, which no drafter has a part in. seed None: other texts each time."""
 
     def score(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Scores: ...
 

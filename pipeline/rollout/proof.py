@@ -21,7 +21,6 @@ from draftloop.pipeline.rollout.engine_client import EngineClient, ProbingEngine
 from draftloop.pipeline.rollout.journal import Lossless
 
 _GREEDY_PROMPTS = 4  # of the canary prompts: token by token costs a request a token
-_SEEDS = ((1000, 2000), (3000, 4000))  # without and with speculation; prompts count up from them
 
 
 class Prover:
@@ -52,7 +51,7 @@ class Prover:
         condition = self._engine.condition()
         if (known.boot_id, known.version) == (condition.boot_id, condition.version):
             return known
-        return self._ask(known, condition, _SEEDS[0])
+        return self._ask(known, condition)
 
     def still_lossless(self, earlier: Lossless) -> Lossless:
         """Ask again after a swap. Raises SwapFailedError where only the new drafter can have made the difference.
@@ -60,15 +59,15 @@ class Prover:
         A sampling test that fails is repeated with other texts: chance fails twice in a million swaps.
         """
         condition = self._engine.condition()
-        now = self._ask(earlier, condition, _SEEDS[0])
+        now = self._ask(earlier, condition)
         if earlier.sampling and now.sampling is False:
-            now = self._ask(msgspec.structs.replace(earlier, plain=None), condition, _SEEDS[1])
+            now = self._ask(msgspec.structs.replace(earlier, plain=None), condition)
         for was, holds in ((earlier.greedy, now.greedy), (earlier.sampling, now.sampling)):
             if was and holds is False:
                 raise SwapFailedError(f"outputs are not the target's since the swap: {now.reason}")
         return now
 
-    def _ask(self, known: Lossless, condition: Condition, seeds: tuple[int, int]) -> Lossless:
+    def _ask(self, known: Lossless, condition: Condition) -> Lossless:
         engine, config = self._engine, self._config
         nothing = Lossless(boot_id=condition.boot_id, version=condition.version)
         if config.sampling_check == "off" or not isinstance(engine, ProbingEngine):
@@ -84,10 +83,8 @@ class Prover:
                 fp32=self._engine.fingerprint().dtype == "float32",
             )
             if plain is None:
-                plain = lossless_probe.plain_side(engine, texts, max_tokens=config.sampling_tokens, seed=seeds[0])
-            sampled = lossless_probe.check_sampling(
-                engine, texts, plain, max_tokens=config.sampling_tokens, seed=seeds[1]
-            )
+                plain = lossless_probe.plain_side(engine, texts, max_tokens=config.sampling_tokens)
+            sampled = lossless_probe.check_sampling(engine, texts, plain, max_tokens=config.sampling_tokens)
         except (EngineUnreachableError, AdminDeniedError):
             raise
         except (EngineError, InputError) as error:

@@ -195,10 +195,13 @@ class VllmClient:
         *,
         max_tokens: int,
         temperature: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         speculate: bool = True,
     ) -> Generated:
-        """Outputs of internal requests: never captured, in no counter. Raises EngineUnreachableError and as told."""
+        """Outputs of internal requests: never captured, in no counter. Raises EngineUnreachableError and as told.
+
+        A seed at a temperature is for engines known to bear it: vLLM 0.32 on a CPU may die of it.
+        """
         asked = {
             "prompts": [list(prompt) for prompt in prompts],
             "max_tokens": max_tokens,

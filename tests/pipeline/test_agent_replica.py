@@ -106,13 +106,14 @@ class LiveEngine(FakeEngine):
         *,
         max_tokens: int,
         temperature: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         speculate: bool = True,
     ) -> Generated:
         self.asked.append(f"{'greedy' if not temperature else 'sampled'} {'with' if speculate else 'without'}")
         if temperature and self.deaf_to_sampling:
             raise SwapFailedError("HTTP 500")
         noise = temperature and speculate and (self.noise or self.version in self.noisy_versions)
+        seed = len(self.asked) if seed is None else seed
         outputs = tuple(
             tuple((seed + 7 * number + 3 * place) % WORDS if noise else (seed + number + place) % 2
                   for place in range(max_tokens))

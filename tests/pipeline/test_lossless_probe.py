@@ -42,7 +42,7 @@ class WordEngine:
         *,
         max_tokens: int,
         temperature: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         speculate: bool = True,
     ) -> Generated:
         outputs = []
