@@ -21,6 +21,7 @@ from draftloop.serving_hooks.vllm.runtime import Runtime, current
 
 # What vLLM may say: an error of the engine's ends a request as an abort does, repetition as a stop of its own.
 _ENDS: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length"}
+_SLICES_LETTERS = 1200  # a gateway may name eight, of 64 letters at most
 _LOGPROB_BYTES = 600  # of the objects vLLM makes for a token's log-probabilities
 _OWN, _STEP = "_new_completion_output", "make_request_output"
 
@@ -145,7 +146,8 @@ class _Choice:
         if metrics is None and len(self.emitted) > 1:
             self.accepted = [count - 1 for count in self.emitted[1:]]
         outputs = len(self.output_ids)
-        size = most_bytes(len(self.prompt_ids) + 2 * outputs, 4 * len(self.name))
+        letters = len(self.name) + len(self.conversation) + sum(map(len, self.identity[:2])) + _SLICES_LETTERS
+        size = most_bytes(len(self.prompt_ids) + 2 * outputs, letters)
         if self.logprobs:
             size += _LOGPROB_BYTES * outputs * (1 + max(0, self.params.logprobs or 0))
         return size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from draftloop.serving_hooks.at_exit import close_at_exit
 from draftloop.serving_hooks.capture import CaptureHook
 from draftloop.serving_hooks.sender import Sink
@@ -29,7 +31,12 @@ def start(runtime: Runtime) -> None:
         target=fingerprint.digest,
         limits=capture.limits,
     )
-    close_at_exit(runtime.hook, capture.close_timeout_s)
+    close_at_exit(runtime.hook, capture.close_timeout_s, report=_report)
+
+
+def _report(counters: dict[str, int]) -> None:
+    """The last account, as a line among vLLM's own: only what is logged below its name is shown."""
+    logging.getLogger("vllm.draftloop").info("capture ended: %s", counters)
 
 
 def open_log(settings: CaptureSettings) -> Sink:

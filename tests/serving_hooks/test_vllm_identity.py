@@ -60,6 +60,16 @@ def test_a_gateway_names_tenant_subject_conversation_and_consent(known: Identiti
     assert found == Identity("acme", pseudonym, "c-7", "train", "chat")
 
 
+def test_a_gateway_sorts_traffic_by_slices_of_bounded_size(known: Identities) -> None:
+    assert identity(known, {**GATEWAY, "slices": "domain=kitchen, language=en"}).slices == (
+        ("domain", "kitchen"),
+        ("language", "en"),
+    )
+    odd = ",".join(["", "x", "=y", "z=", "long=" + "v" * 65, *(f"k{index}=v" for index in range(20))])
+    assert identity(known, {**GATEWAY, "slices": odd}).slices == tuple((f"k{index}", "v") for index in range(8))
+    assert identity(known, {"slices": "domain=kitchen"}).slices == ()
+
+
 def test_without_the_secret_its_headers_are_air(known: Identities) -> None:
     said = {"tenant": "acme", "subject": "bob", "conversation": "c-7", "consent": "train"}
     public = Identity("public", "", "", None, "chat")

@@ -324,6 +324,13 @@ def test_our_own_requests_leave_nothing(bench: Bench) -> None:
     assert bench.hook.counters()["offered"] == 0
 
 
+def test_a_gateways_slices_stand_beside_our_own_and_never_in_their_place(bench: Bench) -> None:
+    said = (("domain", "kitchen"), ("route", "mine"))
+    bench.begin(who=ACME._replace(slices=said)).step(1, end="stop")
+    (record,) = bench.records()
+    assert record.slices == {"domain": "kitchen", "route": "chat", "stream": "no"}
+
+
 def test_slices_tell_updated_weights_and_altered_logits(bench: Bench) -> None:
     state = bench.begin(request(sampling_params=params(structured_outputs="json")))
     state.weight_version_starts = [("default", 0), ("step-7", 3)]
