@@ -169,6 +169,20 @@ def _bytes(value: Tensor) -> Any:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def stale_buffers(model: Any) -> list[str]:
+    """Names of derived tensors that are not what the live weights give."""
+    held = dict(fused_buffers(model))
+    if not held:
+        return []
+    attention = [layer.self_attn for layer in model.model.layers]
+    wanted = {
+        "_fused_kv_weight": lambda: torch.cat([one.qkv_proj.weight[one.q_size :] for one in attention]),
+        "_fused_kv_bias": lambda: torch.cat([one.qkv_proj.bias[one.q_size :] for one in attention]),
+        "_k_norm_weights": lambda: torch.stack([one.k_norm.weight for one in attention]),
+    }
+    return [name for name, value in held.items() if not torch.equal(value, wanted[name]())]
+
+
 def fused_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
     """The copies of its own weights that a DFlash drafter keeps, as vLLM names them."""
     inner = getattr(model, "model", None)

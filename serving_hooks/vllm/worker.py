@@ -53,7 +53,7 @@ def draftloop_differing(worker: Any, slot: str, name: str | None = None) -> list
     tensors = _copy(worker, slot).tensors
     model = worker.get_draft_model()
     if name is None:
-        return proof.differing(model, tensors, SAMPLE)
+        return [*proof.differing(model, tensors, SAMPLE), *proof.stale_buffers(model)]
     return proof.differing(model, {name: tensors[name]})
 
 
@@ -67,7 +67,7 @@ def draftloop_inspect(worker: Any) -> dict[str, Any]:
     draft = worker.get_draft_model()
     return {
         "drafter": copy.digest if copy else None,
-        "differing": proof.differing(draft, copy.tensors) if copy else [],
+        "differing": [*proof.differing(draft, copy.tensors), *proof.stale_buffers(draft)] if copy else [],
         "target": proof.model_digest(worker.get_model()),
         "rss_bytes": _rss_bytes(),
         "fused": {name: value.data_ptr() for name, value in proof.fused_buffers(draft)},

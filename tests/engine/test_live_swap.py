@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from live_site import LiveServer, TinySite
+from staged_drafters import restage, shake
 from stopped import resume_workers, stopped_workers, wait_until
 
 pytestmark = pytest.mark.engine
@@ -81,9 +82,10 @@ def test_swaps_under_running_requests_cut_none_and_change_no_output(live: LiveSe
 
 
 def test_there_and_back_is_exactly_the_drafter_before_on_an_untouched_target(live: LiveServer, tiny: TinySite) -> None:
+    restage(tiny, "shaken", shake)
     first = inspect(live)
     assert first["drafter"] == tiny.tensors("boot")
-    for version in ("2", "boot"):
+    for version in ("shaken", "boot", "shaken", "2", "boot"):
         assert swap(live, tiny, version)["tensors"] == tiny.tensors(version)
         now = inspect(live)
         assert (now["drafter"], now["differing"]) == (tiny.tensors(version), [])

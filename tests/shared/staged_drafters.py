@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.signature import canonical, key_id
+from draftloop.serving_hooks.vllm.proof import tensor_digest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,6 +57,17 @@ def restage(
         artifact.publish(folder, final, draft.manifest)
     artifact.write_json(site.verdict_file(version), resign(site, site.verdict_file(of), digest=site.digest(version)))
     return final
+
+
+def shake(draft: Draft) -> None:
+    """Another value in every tensor: nothing of the drafter before may be left after a swap."""
+    generator = torch.Generator().manual_seed(4)
+    for value in draft.tensors.values():
+        if value.is_floating_point():
+            value += 0.05 * torch.randn(value.shape, generator=generator).to(value.dtype)
+    positions = torch.arange(len(draft.tensors["d2t"]))
+    draft.tensors["d2t"] = (draft.tensors["d2t"] + positions).flip(0) - positions
+    draft.manifest["tensor_digest"] = tensor_digest(draft.tensors)
 
 
 def resign(site: TinySite, verdict: Path, *, key: Ed25519PrivateKey | None = None, **fields: Any) -> dict[str, Any]:
