@@ -27,7 +27,7 @@ from draftloop.pipeline.stages import LoopStages, peak_rss_mb
 from draftloop.pipeline.story import Cycle, Measured, Story
 from draftloop.pipeline.traffic import CONSENTING, Domain, domain_requests, measured_again, requests_of
 from draftloop.pipeline.ui import Bar, Screen
-from draftloop.pipeline.vllm_service import VllmService
+from draftloop.pipeline.vllm_service import VllmService, require_engine
 from draftloop.pipeline.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def demo_config(files: list[Path], overrides: list[str], target: str | None) -> 
 def run_demo(workspace: Workspace, screen: Screen) -> dict[str, Any]:
     """Run the demo in its work folder; a second run there goes on with what is live. Returns the --json object."""
     started = time.monotonic()
+    if workspace.config.engine.kind == "vllm":
+        require_engine(workspace.config)  # before a broker is started for nothing
     with (
         lease(workspace.root / "demo.lock", what="demo"),
         demo_log(workspace, screen) as (workspace, hook_log),

@@ -23,6 +23,7 @@ from draftloop.serving_hooks.embedded.types import Completion, Request
 from draftloop.serving_hooks.vllm.settings import CaptureSettings, SwapSettings
 
 if TYPE_CHECKING:
+    from draftloop.pipeline.config import Config
     from draftloop.pipeline.workspace import Workspace
     from draftloop.trainers.target import Target
 
@@ -45,12 +46,10 @@ class VllmService:
     """The server of a work folder: it boots with what the agent proved last, on day 0 with an untrained drafter."""
 
     def __init__(self, workspace: Workspace, target: Target, log: HookLog) -> None:
-        """Raises InputError where there is no engine environment, ConfigError where it lacks the client of the log."""
-        config = workspace.config
+        """Raises InputError where there is no engine environment."""
         self._workspace, self._target = workspace, target
         self._folder = workspace.root / "engine"
-        if log.kafka is not None:
-            _require_kafka(config.vllm.python)
+
         self._files = _serving_files(workspace, target, log, self._folder)
         self._server = self._make_server(drafter=workspace.staging / "live", serving=self._files)
         self._completions = self._client_of(self._server, self._files)
@@ -231,10 +230,13 @@ def _serving_files(workspace: Workspace, target: Target, log: HookLog, folder: P
     return write_serving(folder, target.fingerprint, consent=config.consent, capture=capture, swap=swap)
 
 
-def _require_kafka(python: Path) -> None:
-    """Raise ConfigError where the engine environment has no client for Kafka, InputError where there is none at all."""
+def require_engine(config: Config) -> None:
+    """Raise InputError where there is no engine environment, ConfigError where it lacks the client of the log."""
+    python = config.vllm.python
     if not python.exists():
         raise InputError(f"no engine at {python}", mend="make engine, or set vllm.python to one that holds vLLM")
+    if config.log.kind != "kafka":
+        return
     found = subprocess.run([str(python.absolute()), "-c", "import kafka"], capture_output=True, check=False, cwd="/")
     if found.returncode:
         raise ConfigError(
