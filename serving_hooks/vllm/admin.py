@@ -202,7 +202,7 @@ def _audit(runtime: Runtime) -> Audit | None:
     swap = runtime.settings.swap
     if swap.audit_file is not None:
         return Audit(swap.audit_file)
-    return None if swap.staging is None else Audit(swap.staging.parent / "swaps.jsonl")
+    return None if swap.staging is None else Audit(swap.staging.parent / "engine-audit.jsonl")
 
 
 def _unsupported(engine: Any, args: Any) -> EngineUnsupportedError | None:
