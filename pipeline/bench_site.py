@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from draftloop.pipeline.rollout.vllm_client import PREFIX, VllmClient
 from draftloop.pipeline.traffic import domain_requests
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.vllm_server import MODEL_NAME, VllmServer, request_json, write_serving
-from draftloop.pipeline.vllm_service import gateway_headers
+from draftloop.pipeline.vllm_service import gateway_headers, wait_until_known
 from draftloop.pipeline.workspace import Workspace
 from draftloop.serving_hooks.embedded.types import Request
 from draftloop.serving_hooks.vllm.settings import CaptureSettings, SwapSettings
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 A, B = "a", "b"
 NOISE = 0.05  # of the second drafter's matrices where none is given, in units of their own spread
 NUM_PROMPTS = 24
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -108,7 +106,7 @@ def open_site(
         )
         client = VllmClient(server.url, files.token)
         try:
-            _wait_until_known(client)
+            wait_until_known(client)
             requests = _requests(target, config.seed, max_tokens)
             yield Site(own, target, journal, server, client, completions, requests, files.token)
         finally:
@@ -149,15 +147,6 @@ def _requests(target: Target, seed: int, max_tokens: int) -> list[Request]:
         for domain in ("kitchen", "python")
     ]
     return [request for pair in zip(*halves, strict=True) for request in pair]
-
-
-def _wait_until_known(client: VllmClient, timeout_s: float = 120.0) -> None:
-    """The plug-in reads the boot drafter in the background: wait until it knows it."""
-    deadline = time.monotonic() + timeout_s
-    while client.drafter_version() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    if client.drafter_version() is None:
-        raise EngineError(f"the server does not know its drafter: {client.status()['trouble']}")
 
 
 def median_interval(values: Sequence[float], *, seed: int, confidence: float = 0.95) -> tuple[float, float]:

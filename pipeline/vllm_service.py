@@ -75,6 +75,7 @@ class VllmService:
         began = time.monotonic()
         say(f"a vLLM server starts, log {self._server.log}")
         self._server.start()
+        wait_until_known(self._client)
         say(f"vLLM answers at {self._server.url} after {time.monotonic() - began:.0f} s")
 
     def stop(self) -> None:
@@ -87,7 +88,9 @@ class VllmService:
         self._server.stop()
         began = time.monotonic()
         self._server.start()
-        return time.monotonic() - began
+        seconds = time.monotonic() - began
+        wait_until_known(self._client)
+        return seconds
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         version = self._client.drafter_version()
@@ -170,6 +173,20 @@ class TwoServers:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         answers = self._arms[self._drafting].run(requests, stream=lambda index: False)
         return [completion_of(answer, None) for answer in answers]
+
+
+def wait_until_known(client: VllmClient, timeout_s: float = 120.0) -> None:
+    """The plug-in gets to know the drafter of a fresh server while requests run already: wait until it does.
+
+    Raises EngineError naming what is in its way.
+    """
+    deadline = time.monotonic() + timeout_s
+    while client.drafter_version() is None:
+        trouble = client.status()["trouble"]
+        if trouble is not None or time.monotonic() > deadline:
+            told = trouble["message"] if trouble else f"nothing after {timeout_s:.0f} s"
+            raise EngineError(f"the server does not know its drafter: {told}", mend="see its log")
+        time.sleep(0.1)
 
 
 def completion_of(answer: Answer, version: str | None) -> Completion:

@@ -12,6 +12,9 @@ pytest.importorskip("torch")
 
 from live_site import LiveServer, TinySite, make_server, make_site
 
+from draftloop.pipeline.rollout.vllm_client import VllmClient
+from draftloop.pipeline.vllm_service import wait_until_known
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Tools of the OpenAI API can be called; a prompt of more than 256 tokens is prefilled in chunks.
 EXTRA = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-num-batched-tokens", "256")
@@ -37,5 +40,6 @@ def live(engine_python: Path, tiny: TinySite, tmp_path_factory: pytest.TempPathF
     """The session's server, booted with `boot`. Whoever swaps swaps boot back, whoever stops it starts it again."""
     made = make_server(tiny, engine_python, tmp_path_factory.mktemp("live"), extra_args=EXTRA)
     made.server.start()
+    wait_until_known(VllmClient(made.url, made.files.token))
     yield made
     made.server.stop()
