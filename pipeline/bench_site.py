@@ -28,9 +28,6 @@ from draftloop.serving_hooks.vllm.settings import CaptureSettings, SwapSettings
 from draftloop.trainers.checkpoint import open_drafter, publish_drafter
 from draftloop.trainers.target import Target
 
-if TYPE_CHECKING:
-    pass
-
 A, B = "a", "b"
 NOISE = 0.05  # of the second drafter's matrices where none is given, in units of their own spread
 NUM_PROMPTS = 24
