@@ -19,7 +19,7 @@ from draftloop.pipeline.errors import ConfigError, InputError
 from draftloop.pipeline.ui import Screen
 from draftloop.pipeline.workspace import Workspace
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # three server starts
 
 SETTINGS = [
     "engine=vllm",
