@@ -17,7 +17,6 @@ from pathlib import Path
 from draftloop.pipeline import artifact
 from draftloop.pipeline.errors import (
     AdminDeniedError,
-    BrokerError,
     CheckpointError,
     ConfigError,
     EngineError,
@@ -25,7 +24,6 @@ from draftloop.pipeline.errors import (
     EngineUnsupportedError,
     FingerprintMismatchError,
     InputError,
-    MissingTopicError,
     RegistryError,
     ReplicaLostError,
     StorageError,
@@ -36,8 +34,9 @@ from draftloop.pipeline.errors import (
 from draftloop.pipeline.lease import lease
 from draftloop.pipeline.records import Condition, ProbeResult, SpecCounters, Swapped
 from draftloop.pipeline.registry.registry import Registry, Version
-from draftloop.pipeline.rollout import canary, engine_audit, examine, metrics
+from draftloop.pipeline.rollout import canary, examine, metrics
 from draftloop.pipeline.rollout.config import AgentConfig
+from draftloop.pipeline.rollout.engine_audit import Forwarder
 from draftloop.pipeline.rollout.engine_client import EngineClient
 from draftloop.pipeline.rollout.journal import BOOT, Journal, Memory, RestartNeeded, Served
 from draftloop.pipeline.rollout.outcome import Outcome
@@ -87,9 +86,8 @@ class Agent:
         self._prover = Prover(engine, canary_prompts, self._config, compare)
         self._restorer = Restorer(engine, self._journal, self._prover)
         self._watch = Watch(engine, self._journal, self._config.canary)
-        self._audit = audit
-        self._waits = ""  # why the engine's audit lines wait, as last noted
-        self._engine_audit_file = engine_audit_file or folder / "engine-audit.jsonl"
+        file = engine_audit_file or folder / "engine-audit.jsonl"
+        self._forwarder = Forwarder(file, audit, self._journal)
 
     @property
     def last_reason(self) -> str:
@@ -107,17 +105,17 @@ class Agent:
         with lease(self._journal.lock, what="agent"):
             artifact.sweep(self._journal.folder)
             artifact.sweep(self._journal.drafters)
-            memory = self._forward(self._journal.read())
+            memory = self._forwarder.forward(self._journal.read())
             memory = self._meet(memory, self._engine.condition())
             if memory.restart_needed is None:
                 memory = self._recover(memory)
             if memory.restart_needed is None:
-                self._mend_link(memory)
+                self._restorer.mend_link(memory)
                 memory = self._move_alias(memory)
                 memory, outcome = self._follow(memory)
             else:
                 outcome = Outcome(memory.state, self._engine.drafter_version(), memory.reason)
-            memory = self._forward(memory)
+            memory = self._forwarder.forward(memory)
             if self._config.metrics_file is not None:
                 metrics.write(self._config.metrics_file, memory, self._engine.counters())
             return outcome
@@ -374,32 +372,6 @@ class Agent:
             kept = {key: why for key, why in memory.refused.items() if key != version}
             return self._journal.keep(memory, refused=kept)
         return memory
-
-    def _mend_link(self, memory: Memory) -> None:
-        """Let `live` name what serves and was proven, whatever a kill or a person left there."""
-        served = memory.serving
-        if not served.staged or served.version is None or not examine.serves(self._engine.condition(), served):
-            return
-        was = self._journal.live_version()
-        if was != served.version and artifact.is_complete(self._journal.place(served.version)):
-            self._journal.point_live(served.version)
-            self._journal.note("live-link-mended", {"from": was, "to": served.version})
-
-    def _forward(self, memory: Memory) -> Memory:
-        """Bring what the engine wrote down itself to the audit topic; where that is away, at a later pass."""
-        if self._audit is None:
-            return memory
-        try:
-            end, odd = engine_audit.forward(self._engine_audit_file, memory.forwarded_bytes, self._audit, by="engine")
-        except (BrokerError, StorageError, MissingTopicError) as error:
-            if self._waits != error.message:
-                self._journal.note("audit-waits", {"reason": error.message})
-            self._waits = error.message
-            return memory
-        self._waits = ""
-        if odd:
-            self._journal.note("audit-lines-unreadable", {"count": odd, "file": self._engine_audit_file.name})
-        return self._journal.keep(memory, forwarded_bytes=end)
 
     def _refuse(self, resting: Memory, version: str, reason: str) -> tuple[Memory, Outcome]:
         memory = self._journal.keep(

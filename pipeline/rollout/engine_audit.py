@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from draftloop.pipeline.errors import StorageError
+from draftloop.pipeline.errors import BrokerError, MissingTopicError, StorageError
+from draftloop.pipeline.rollout.journal import Journal, Memory
 from draftloop.pipeline.stream.audit import Audit, AuditRecord
 
 _AT_MOST = 1000  # lines a pass
@@ -22,6 +23,33 @@ class _Line(msgspec.Struct):
     digest: str | None = None
     reason: str | None = None
     serving: str | None = None
+
+
+class Forwarder:
+    """Brings the file's new lines to the topic at each pass; where the topic is away, at a later one."""
+
+    def __init__(self, file: Path, audit: Audit | None, journal: Journal) -> None:
+        """audit: None forwards nothing."""
+        self._file = file
+        self._audit = audit
+        self._journal = journal
+        self._waits = ""  # why lines wait, as last noted
+
+    def forward(self, memory: Memory) -> Memory:
+        """Raises StorageError where the journal cannot be written."""
+        if self._audit is None:
+            return memory
+        try:
+            end, odd = forward(self._file, memory.forwarded_bytes, self._audit, by="engine")
+        except (BrokerError, StorageError, MissingTopicError) as error:
+            if self._waits != error.message:
+                self._journal.note("audit-waits", {"reason": error.message})
+            self._waits = error.message
+            return memory
+        self._waits = ""
+        if odd:
+            self._journal.note("audit-lines-unreadable", {"count": odd, "file": self._file.name})
+        return self._journal.keep(memory, forwarded_bytes=end)
 
 
 def forward(path: Path, start: int, audit: Audit, *, by: str) -> tuple[int, int]:

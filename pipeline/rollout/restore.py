@@ -64,6 +64,16 @@ class Restorer:
         except SwapRefusedError as error:
             raise ReplicaLostError(f"{reason}; {error.message}", mend=error.mend) from error
 
+    def mend_link(self, memory: Memory) -> None:
+        """Let `live` name what serves and was proven, whatever a kill or a person left there."""
+        served = memory.serving
+        if not served.staged or served.version is None or not examine.serves(self._engine.condition(), served):
+            return
+        was = self._journal.live_version()
+        if was != served.version and artifact.is_complete(self._journal.place(served.version)):
+            self._journal.point_live(served.version)
+            self._journal.note("live-link-mended", {"from": was, "to": served.version})
+
     def _has(self, previous: Served) -> bool:
         """Whether the engine undid a swap by itself, or was restarted: it names the very tensors."""
         condition = self._engine.condition()
