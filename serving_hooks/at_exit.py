@@ -15,9 +15,15 @@ _log = logging.getLogger("draftloop.capture")
 
 
 def close_at_exit(
-    hook: CaptureHook, timeout_s: float, *, report: Callable[[dict[str, int]], None] | None = None
+    hook: CaptureHook,
+    timeout_s: float,
+    *,
+    before: Callable[[], None] = lambda: None,
+    report: Callable[[dict[str, int]], None] | None = None,
 ) -> None:
     """Close the hook when the interpreter exits, and hand the final counters to `report` (default: one log line).
+
+    before: offers what has not been yet.
 
     Called from the main thread where SIGTERM still kills the process, it lets SIGTERM end the program by
     SystemExit(143) instead: `finally` blocks run, non-daemon threads are waited for, then the hook is closed. A handler
@@ -29,6 +35,7 @@ def close_at_exit(
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) in (_leave, signal.SIG_DFL):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        before()
         hook.close(timeout_s)
         (report or _report)(hook.counters())
 

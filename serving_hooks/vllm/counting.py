@@ -19,6 +19,7 @@ def install_counting() -> None:
     """Notice what vLLM's statistics count too much; once a process."""
     kind = versions.output_processor()
     if not hasattr(kind.process_outputs, "__wrapped__"):
+        kind.__init__ = _registering(kind.__init__)
         kind.process_outputs = _noticing(kind.process_outputs)
         kind._trim_surplus_tokens = staticmethod(_trimming(kind._trim_surplus_tokens))
 
@@ -60,6 +61,17 @@ def discount_internal(runtime: Runtime, state: Any) -> None:
         return plain(new_token_ids, *args, **kwargs)
 
     state.make_request_output = make_request_output
+
+
+def _registering(plain: Callable[..., None]) -> Callable[..., None]:
+    """An API server has one, with the states of all that runs."""
+
+    @wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        current().processors.append(self)
+
+    return init
 
 
 def _noticing(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,7 @@ def _begin(runtime: Runtime, state: Any, request: Any) -> None:
             hook.refuse(unfit)
         else:
             choice = _Choice(name, identity, request.sampling_params, state)
-            setattr(state, _OWN, _ending(runtime, choice, state))
+            setattr(state, _OWN, _Ending(runtime, choice, state))
             if request.sampling_params.stop:
                 setattr(state, _STEP, _stepping(choice, getattr(state, _STEP)))
             choice.cost = perf_counter() - begun
@@ -203,36 +203,50 @@ def _stepping(choice: _Choice, plain: Callable[..., Any]) -> Callable[..., Any]:
     return make_request_output
 
 
-def _ending(runtime: Runtime, choice: _Choice, state: Any) -> Callable[..., Any]:
-    plain = getattr(state, _OWN)
+class _Ending:
+    """Stands in for the state's own method until the choice has ended."""
 
-    @wraps(plain)
-    def new_completion_output(*args: Any, **kwargs: Any) -> Any:
-        output = plain(*args, **kwargs)
+    __slots__ = ("_choice", "_plain", "_runtime", "_state")
+
+    def __init__(self, runtime: Runtime, choice: _Choice, state: Any) -> None:
+        self._runtime, self._choice, self._state = runtime, choice, state
+        self._plain = getattr(state, _OWN)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the method; with the last output, the choice is handed over."""
+        output = self._plain(*args, **kwargs)
         if output.finish_reason is not None:
-            try:
-                _finish(runtime, choice, state, output.finish_reason)
-            except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
-                _count_fault()
+            self.end(output.finish_reason)
         return output
 
-    return new_completion_output
+    def end(self, reason: str) -> None:
+        """Hand the choice over. Never raises."""
+        begun = perf_counter()
+        try:
+            state, runtime, choice = self._state, self._runtime, self._choice
+            for name in (_OWN, _STEP):  # once a choice; and the cycle through the state is open again
+                vars(state).pop(name, None)
+            hook = runtime.hook
+            if hook is None:
+                return
+            if not runtime.capturing:  # switched off meanwhile
+                hook.refuse("switched_off")
+                return
+            size = choice.finish(state, reason, runtime.served.version, runtime.takes_logprobs)
+            identity = choice.identity
+            hook.offer_later(identity.tenant, choice.name, size, choice.request, asserted=identity.asserted)
+            runtime.timing.add(choice.cost + perf_counter() - begun)
+        except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
+            _count_fault()
 
 
-def _finish(runtime: Runtime, choice: _Choice, state: Any, end: str) -> None:
-    begun = perf_counter()
-    for name in (_OWN, _STEP):  # once a choice; and the cycle through the state is open again
-        vars(state).pop(name, None)
-    hook = runtime.hook
-    if hook is None:
-        return
-    if not runtime.capturing:  # switched off meanwhile
-        hook.refuse("switched_off")
-        return
-    size = choice.finish(state, end, runtime.served.version, runtime.takes_logprobs)
-    identity = choice.identity
-    hook.offer_later(identity.tenant, choice.name, size, choice.request, asserted=identity.asserted)
-    runtime.timing.add(choice.cost + perf_counter() - begun)
+def end_all(runtime: Runtime) -> None:
+    """The process ends: what still runs is cut, and nobody tells its states."""
+    for processor in runtime.processors:
+        for state in list(processor.request_states.values()):
+            ending = vars(state).get(_OWN)
+            if isinstance(ending, _Ending):
+                ending.end("abort")
 
 
 def _count_fault() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from draftloop.pipeline.errors import ConfigError, DraftloopError
 from draftloop.pipeline.fingerprint import Fingerprint
@@ -50,6 +51,7 @@ class Runtime:
     takes_logprobs: bool = True  # where a client asked for them
     served: Served = field(default_factory=Served)
     counters: SpecCounters = field(default_factory=SpecCounters)  # probes left out
+    processors: list[Any] = field(default_factory=list)  # vLLM's OutputProcessor, with the states of what runs
     discount: Discount = field(default_factory=Discount)
     timing: Timing = field(default_factory=Timing)
     swaps: dict[str, int] = field(default_factory=dict)  # result -> count

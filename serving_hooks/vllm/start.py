@@ -8,6 +8,7 @@ from draftloop.serving_hooks.at_exit import close_at_exit
 from draftloop.serving_hooks.capture import CaptureHook
 from draftloop.serving_hooks.sender import Sink
 from draftloop.serving_hooks.vllm.metrics import export
+from draftloop.serving_hooks.vllm.requests import end_all
 from draftloop.serving_hooks.vllm.runtime import Runtime
 from draftloop.serving_hooks.vllm.settings import CaptureSettings
 
@@ -31,7 +32,7 @@ def start(runtime: Runtime) -> None:
         target=fingerprint.digest,
         limits=capture.limits,
     )
-    close_at_exit(runtime.hook, capture.close_timeout_s, report=_report)
+    close_at_exit(runtime.hook, capture.close_timeout_s, before=lambda: end_all(runtime), report=_report)
 
 
 def _report(counters: dict[str, int]) -> None:

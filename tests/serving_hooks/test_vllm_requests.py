@@ -255,6 +255,22 @@ def test_an_aborted_choice_is_kept_with_the_tokens_it_had(bench: Bench) -> None:
     assert (unpack_ids(record.output_ids), record.finish_reason, record.accepted) == ([1, 2, 3], "abort", ())
 
 
+def test_what_still_runs_when_the_process_ends_is_aborted_once(bench: Bench) -> None:
+    processor = bench.processor()
+    states = {name: bench.begin(request(name)) for name in ("a-0", "b-0")}
+    states["denied"] = bench.begin(who=Identity())
+    processor.request_states = states
+    for state in states.values():
+        state.step(1)
+    requests.end_all(bench.runtime)
+    requests.end_all(bench.runtime)
+    states["a-0"].step(end="abort")
+    assert [(record.record_id, record.finish_reason) for record in bench.records()] == [
+        ("a-0", "abort"),
+        ("b-0", "abort"),
+    ]
+
+
 def test_with_stop_strings_steps_are_counted_as_they_come(bench: Bench) -> None:
     state = bench.begin(request(sampling_params=params(stop=["x"])))
     for tokens in ((1,), (2, 3, 4), (5,)):
