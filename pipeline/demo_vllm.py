@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from draftloop.trainers.checkpoint import Drafter
     from draftloop.trainers.target import Target
 
-# Beside the demo's own defaults: enough requests of one drafter for the comparison of replay and engine.
-DEFAULTS = ["demo.shifted_requests=220"]
+# Beside the demo's own defaults: fewer requests of day 0, when a drafter that knows nothing slows the server down, and
+# enough of the second domain for the comparison of replay and engine.
+DEFAULTS = ["demo.first_requests=200", "demo.shifted_requests=220"]
 
 
 def restart(service: VllmService, registry: Registry, screen: Screen) -> dict[str, Any]:
