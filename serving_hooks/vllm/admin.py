@@ -20,6 +20,7 @@ from draftloop.pipeline.errors import (
     EngineUnsupportedError,
     InputError,
     ReplicaLostError,
+    StorageError,
     SwapBusyError,
     SwapFailedError,
 )
@@ -33,7 +34,7 @@ from draftloop.serving_hooks.vllm.swap import Swapper
 PREFIX = "/draftloop/v1"
 SWAP = "drafter.swap"
 _SMALL, _LARGE = 4096, 4 * 2**20  # bytes of a body
-_log = logging.getLogger("draftloop.serving")
+_log = logging.getLogger("vllm.draftloop")  # only what is below its name does vLLM show
 _T = TypeVar("_T")
 
 
@@ -62,6 +63,7 @@ class AdminPlugin:
         self._swapper: Swapper | None = None
         self._audit = _audit(self._runtime)
         self._weights: asyncio.Task[None] | None = None
+        self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
 
     def attach_router(self, app: Any) -> None:
         """Add our routes, and the middleware that knows whose request it is."""
@@ -92,7 +94,7 @@ class AdminPlugin:
 
     def _compare(self, chat_template: str | None) -> None:
         expected = self._runtime.fingerprint
-        if expected is None:
+        if expected is None or self._runtime.trouble is not None:
             return
         try:
             identity.require_target(expected, self._engine.vllm_config, self._engine.get_tokenizer(), chat_template)
@@ -128,18 +130,26 @@ class AdminPlugin:
         return status(self._runtime, self._swapper)
 
     async def _swap(self, request: Any) -> dict[str, Any]:
-        asked = SwapRequest("", "")
         try:
             asked = await _body(request, SwapRequest, _SMALL)
+        except InputError as error:
+            await self._write("refused", SwapRequest("", ""), f"{type(error).__name__}: {error.message}")
+            raise
+        running = asyncio.create_task(self._swap_written_down(asked))
+        self._swaps.add(running)  # asyncio itself holds tasks weakly
+        running.add_done_callback(self._swaps.discard)
+        return await asyncio.shield(running)  # a caller that goes away stops nothing
+
+    async def _swap_written_down(self, asked: SwapRequest) -> dict[str, Any]:
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.require)
+        try:
             done = await self._met().swap(asked.version, asked.digest)
         except DraftloopError as error:
             outcome = "failed" if isinstance(error, SwapFailedError) else "refused"
-            self._write(outcome, asked, f"{type(error).__name__}: {error.message}")
+            await self._write(outcome, asked, f"{type(error).__name__}: {error.message}")
             raise
-        except asyncio.CancelledError:  # the caller went away; the swap goes on
-            self._write("abandoned", asked, "the caller closed the connection; the swap runs to its end")
-            raise
-        self._write("done", asked, None)
+        await self._write("done", asked, None)
         return asdict(done)
 
     async def _probe(self, request: Any) -> dict[str, Any]:
@@ -174,7 +184,7 @@ class AdminPlugin:
                 require_admin(settings.swap if settings else None, request.headers, client)
             except AdminDeniedError as error:
                 if path == "/swap":
-                    self._write("denied", SwapRequest("", ""), error.message)
+                    await self._write("denied", SwapRequest("", ""), error.message)
                 return _refused(error, 401 if isinstance(error, NoTokenError) else 403)
             try:
                 return _answer(await handler(request), 200)
@@ -183,17 +193,15 @@ class AdminPlugin:
 
         return endpoint
 
-    def _write(self, outcome: str, asked: SwapRequest, reason: str | None) -> None:
+    async def _write(self, outcome: str, asked: SwapRequest, reason: str | None) -> None:
         if self._audit is None:
             return
-        self._audit.write(
-            SWAP,
-            outcome,
-            version=asked.version or None,
-            digest=asked.digest or None,
-            reason=reason,
-            serving=self._runtime.served.version,
-        )
+        line = {"version": asked.version or None, "digest": asked.digest or None, "reason": reason}
+        serving = self._runtime.served.version
+        try:
+            await asyncio.to_thread(self._audit.write, SWAP, outcome, serving=serving, **line)
+        except StorageError as error:  # it could be written before: what has happened since is answered all the same
+            _log.error("%s; lost: %s %s", error, outcome, line)
 
 
 def _audit(runtime: Runtime) -> Audit | None:

@@ -44,9 +44,14 @@ def _require_local(headers: Mapping[str, str], client: str | None) -> None:
     forwarded = [name for name in _FORWARDED if name in headers]
     if forwarded:
         raise AdminDeniedError(f"the call came through a proxy ({forwarded[0]})", mend=mend)
-    try:
-        local = client is not None and ipaddress.ip_address(client).is_loopback
-    except ValueError:
-        local = False
-    if not local:
+    if not _is_loopback(client or ""):
         raise AdminDeniedError(f"the call came from {client}", mend=mend)
+
+
+def _is_loopback(client: str) -> bool:
+    try:
+        address = ipaddress.ip_address(client)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)  # how a socket for both families names an IPv4 peer
+    return bool((mapped or address).is_loopback)

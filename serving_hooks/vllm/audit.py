@@ -17,13 +17,20 @@ class Audit:
     def __init__(self, file: Path) -> None:
         self._file = file
 
+    def require(self) -> None:
+        """Raise StorageError if nothing can be written: what cannot be written down is not done."""
+        self._append(b"")
+
     def write(self, act: str, outcome: str, **facts: Any) -> None:
-        """One line. Raises StorageError: what cannot be written down must not be done."""
+        """One line. Raises StorageError."""
         line = json.dumps({"time": round(time.time(), 3), "act": act, "outcome": outcome, **facts}) + "\n"
+        self._append(line.encode())
+
+    def _append(self, data: bytes) -> None:
         try:
             descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.write(descriptor, line.encode())
+                os.write(descriptor, data)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

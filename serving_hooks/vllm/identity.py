@@ -21,7 +21,7 @@ from draftloop.serving_hooks.vllm import checks
 _TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _PIECE = 4 * 2**20  # bytes
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_log = logging.getLogger("draftloop.serving")
+_log = logging.getLogger("vllm.draftloop")  # only what is below its name does vLLM show
 
 
 def require_target(expected: Fingerprint, config: Any, tokenizer: Any, chat_template: str | None) -> None:

@@ -41,6 +41,6 @@ def _capture(runtime: Runtime) -> dict[str, Any]:
     return {
         "capturing": runtime.capturing and hook is not None,
         "counters": None if hook is None else hook.counters(),
-        "last_error": None,
-        "serving_us": {"count": 0, "p50": 0.0, "p99": 0.0, "max": 0.0},
+        "last_error": None if hook is None else hook.last_error,
+        "serving_us": runtime.timing.summary(),
     }

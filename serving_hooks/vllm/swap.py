@@ -31,7 +31,7 @@ from draftloop.serving_hooks.vllm.runtime import Runtime, Served
 READ_TIMEOUT_S = 600.0  # a worker reads and hashes the file; requests run meanwhile
 STEP_TIMEOUT_S = 60.0  # each call inside the pause
 POLL_S = 0.02
-_log = logging.getLogger("draftloop.serving")
+_log = logging.getLogger("vllm.draftloop")  # only what is below its name does vLLM show
 _T = TypeVar("_T")
 _RESTART = "restart this replica: it comes back with the drafter of its agent's folder"
 
@@ -210,14 +210,15 @@ class Swapper:
     async def _undo(self, version: str, failure: DraftloopError, before: Served) -> NoReturn:
         """Bring the previous drafter back and raise what happened."""
         try:
+            await self._call("draftloop_abort")
             await self.load("serving")
         except DraftloopError as error:
-            reason = f"version {version} failed ({failure}) and {before.version} could not be brought back ({error})"
+            reason = f"version {version} failed ({failure.message}) and {before.version} could not be brought back ({error.message})"
             self._runtime.serve(None, None, None)
             raise self._lost(reason) from error
         self._runtime.served = before
         raise SwapFailedError(
-            f"version {version} failed: {failure}; {before.version} serves again", mend="see the engine's log"
+            f"version {version} failed: {failure.message}; {before.version} serves again", mend="see the engine's log"
         ) from failure
 
     def _lost(self, reason: str) -> ReplicaLostError:
@@ -235,7 +236,7 @@ class Swapper:
         try:
             await self.load("serving")
         except DraftloopError as error:
-            raise self._lost(f"woken without its drafter: {error}") from error
+            raise self._lost(f"woken without its drafter: {error.message}") from error
 
     async def inspect(self) -> list[dict[str, Any]]:
         """What each worker computes with, read out whole. Raises SwapBusyError during a swap."""
@@ -243,7 +244,7 @@ class Swapper:
         if self._lock.locked():
             raise SwapBusyError("a swap is under way", mend="wait for it to end")
         async with self._lock:
-            return await self._call("draftloop_inspect")
+            return await self._call("draftloop_inspect", timeout_s=READ_TIMEOUT_S)
 
     async def load(self, slot: str) -> None:
         """Load a copy the workers hold, and look whether it is in. For a paused engine."""
@@ -264,17 +265,17 @@ class Swapper:
         try:
             await self._timely(self._engine.resume_generation(), "resume")
         except DraftloopError as error:
-            raise self._lost(f"the engine could not be resumed: {error}") from error
+            raise self._lost(f"the engine could not be resumed: {error.message}") from error
 
-    async def _call(self, method: str, *args: str) -> list[Any]:
+    async def _call(self, method: str, *args: str, timeout_s: float = STEP_TIMEOUT_S) -> list[Any]:
         """One answer a worker."""
-        return list(await self._timely(self._engine.collective_rpc(method, args=args), method))
+        return list(await self._timely(self._engine.collective_rpc(method, args=args), method, timeout_s))
 
-    async def _timely(self, call: Awaitable[_T], name: str) -> _T:
+    async def _timely(self, call: Awaitable[_T], name: str, timeout_s: float = STEP_TIMEOUT_S) -> _T:
         try:
-            return await asyncio.wait_for(call, STEP_TIMEOUT_S)
+            return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
-            raise SwapFailedError(f"the engine did not answer {name} within {STEP_TIMEOUT_S:.0f} s") from None
+            raise SwapFailedError(f"the engine did not answer {name} within {timeout_s:.0f} s") from None
         except Exception as error:  # what a worker raises arrives in whatever class vLLM gives it
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise SwapFailedError(f"{name}: {said[-1]}") from error

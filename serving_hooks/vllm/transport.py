@@ -119,14 +119,18 @@ class DraftDisk(WeightTransferEngine):  # type: ignore[misc]
             if _in_place(self.model):
                 _pack_again(self.model)
         except BaseException:
-            if not _in_place(self.model):
-                _put_back(self.model)
+            self.abort(self.model)
             raise
 
     def finish_weight_update(self) -> None:
         """Let vLLM put every layer's new weights where its old ones lay."""
         if not _in_place(self.model):
             versions.layerwise().finalize_layerwise_reload(self.model, self.model_config)
+
+    def abort(self, model: nn.Module) -> None:
+        """Give layers that still wait for weights those that they had."""
+        if not _in_place(model):
+            _put_back(model)
 
     def shutdown(self) -> None:
         """Nothing is held open."""

@@ -110,6 +110,12 @@ def dflash() -> tuple[Any, Any, Any]:
     return DFlashQwen3ForCausalLM, DFlashQwen3Model, LinearBase
 
 
+def end_session(worker: Any) -> None:
+    """vLLM leaves a session of weights open when its finish fails, and then refuses every later one."""
+    worker._weight_update_active = False
+    worker.weight_transfer_engine.reset_weight_update_target()
+
+
 def async_llm() -> Any:
     """The engine as the API server sees it."""
     from vllm.v1.engine.async_llm import AsyncLLM

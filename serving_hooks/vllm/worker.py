@@ -18,6 +18,7 @@ def install() -> None:
         draftloop_stage,
         draftloop_staged,
         draftloop_adopt,
+        draftloop_abort,
         draftloop_names,
         draftloop_differing,
         draftloop_inspect,
@@ -38,6 +39,12 @@ def draftloop_staged(worker: Any) -> dict[str, str | None] | None:
 def draftloop_adopt(worker: Any) -> None:
     """The staged drafter serves from now on."""
     _transport(worker).adopt()
+
+
+def draftloop_abort(worker: Any) -> None:
+    """End a session of weights that broke, so that another can begin."""
+    _transport(worker).abort(worker.get_draft_model())
+    versions.end_session(worker)
 
 
 def draftloop_names(worker: Any, slot: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ def faulty(server: Faulty) -> Iterator[Faulty]:
     ("order", "said"),
     [
         ("shape:staged", "boot serves again"),
+        ("finish", "told to fail at the finish"),
         ("lost:staged", "tensor lm_head.weight is not what was loaded"),
         ("column:staged", "tensor fc.weight is not what was loaded"),
     ],
@@ -95,7 +97,7 @@ def test_an_engine_woken_from_deep_sleep_drafts_with_what_served(faulty: Faulty)
 
 
 def test_an_engine_that_cannot_be_brought_back_says_so_and_answers_on(faulty: Faulty) -> None:
-    """The last test of this server: only a restart helps it."""
+    """Only a restart helps it."""
     live = faulty.live
     answer = live.complete("hello")["choices"][0]["text"]
     faulty.orders.write_text("shape:staged shape:serving")
@@ -110,7 +112,22 @@ def test_an_engine_that_cannot_be_brought_back_says_so_and_answers_on(faulty: Fa
     faulty.orders.write_text("")
     code, body = faulty.swap("2")
     assert (code, body["error"]["class"]) == (503, "ReplicaLostError")
+
+
+def test_an_engine_of_another_target_neither_captures_nor_swaps_and_serves_on(faulty: Faulty) -> None:
+    """The same server, started again with the fingerprint of another target."""
+    live = faulty.live
     live.server.stop()
+    other = replace(live.site.fingerprint, hidden_size=128, template_digest="0" * 64)
+    live.files.fingerprint.write_text(json.dumps(other.to_dict()))
     live.server.start()
     assert live.admin("/health", token="") == (200, {"ok": True})
-    assert faulty.swap("2")[0] == 200
+    assert live.complete("hello")["choices"][0]["text"]
+    status = live.status()
+    assert status["trouble"]["class"] == "FingerprintMismatchError"
+    assert "hidden_size: the fingerprint file has 128, this engine has 64" in status["trouble"]["message"]
+    assert "template_digest" in status["trouble"]["message"]
+    assert status["capture"]["capturing"] is False
+    for path, body in (("/swap", {"version": "2", "digest": live.site.digest("2")}), ("/capture", {"enabled": True})):
+        code, answer = live.admin(path, body)
+        assert (code, answer["error"]["class"]) == (422, "FingerprintMismatchError")
