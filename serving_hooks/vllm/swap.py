@@ -213,9 +213,11 @@ class Swapper:
             await self._call("draftloop_abort")
             await self.load("serving")
         except DraftloopError as error:
-            reason = f"version {version} failed ({failure.message}) and {before.version} could not be brought back ({error.message})"
             self._runtime.serve(None, None, None)
-            raise self._lost(reason) from error
+            raise self._lost(
+                f"version {version} failed ({failure.message}) and {before.version} could not be brought back "
+                f"({error.message})"
+            ) from error
         self._runtime.served = before
         raise SwapFailedError(
             f"version {version} failed: {failure.message}; {before.version} serves again", mend="see the engine's log"
