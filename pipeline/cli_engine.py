@@ -107,10 +107,14 @@ def engine_files(
     target: TargetOption = None,
     json_out: Json = False,
 ) -> None:
-    """Write serving.toml, admin token, fingerprint and vLLM's flags for this work folder."""
+    """Write serving.toml, admin token, fingerprint, vLLM's flags and the agent's settings for this work folder."""
     from draftloop.pipeline.engine_files import write_engine_files
 
     workspace = _workspace(config, overrides, target)
     workspace.require_target()
     files = write_engine_files(workspace, out)
-    answer(files.to_dict(), json_out, f"start the server with:\n  {files.command}")
+    answer(
+        files.to_dict(),
+        json_out,
+        f"start the server with:\n  {files.command}\nand its agent with:\n  draftloop agent --config {files.agent}",
+    )

@@ -27,6 +27,7 @@ class EngineFiles:
     token: Path
     fingerprint: Path
     flags: Path
+    agent: Path  # a TOML layer for `draftloop agent`
     live: Path
     command: str
 
@@ -67,7 +68,7 @@ def make_first_drafter(workspace: Workspace, out: Path, target: Target | None = 
 
 
 def write_engine_files(workspace: Workspace, out: Path) -> EngineFiles:
-    """Write serving.toml, admin token, fingerprint and flags into `out`. Existing secrets stay.
+    """Write serving.toml, admin token, fingerprint, flags and agent.toml into `out`. Existing secrets stay.
 
     Raises ModelNotFoundError, ConfigError (a path that flags cannot carry), StorageError.
     """
@@ -94,15 +95,25 @@ def write_engine_files(workspace: Workspace, out: Path) -> EngineFiles:
             audit_file=staging / "engine-audit.jsonl",
         ),
     )
-    written = out.absolute() / "flags"
+    written, beside = out.absolute() / "flags", out.absolute() / "agent.toml"
     try:
         written.write_text(flags + "\n")
+        beside.write_text(_agent_layer(workspace, files.token))
     except OSError as error:
         raise StorageError(f"cannot write {written}: {error.strerror}", mend="free disk space") from error
     _boot_link(journal, journal.drafters / BOOT)
     target = "TARGET" if config.target.path == "smollm2" else config.target.path
     command = f"DRAFTLOOP_SERVING={files.settings} VLLM_PLUGINS=draftloop vllm serve {target} $(cat {written})"
-    return EngineFiles(files.settings, files.token, files.fingerprint, written, journal.live, command)
+    return EngineFiles(files.settings, files.token, files.fingerprint, written, beside, journal.live, command)
+
+
+def _agent_layer(workspace: Workspace, token: Path) -> str:
+    """What the agent must know of this server; JSON strings are TOML's too."""
+    told = {"url": workspace.config.replica.url, "token_file": str(token), "staging": str(workspace.staging.absolute())}
+    lines = [f"work = {json.dumps(str(workspace.root.absolute()), ensure_ascii=False)}", "", "[replica]"]
+    return (
+        "\n".join([*lines, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in told.items())]) + "\n"
+    )
 
 
 def _flags(live: Path, num_speculative_tokens: int, dtype: str) -> str:

@@ -15,6 +15,7 @@ from admin_twin import AdminTwin, serving
 from samples import FINGERPRINT
 
 from draftloop.pipeline.cli import main
+from draftloop.pipeline.config import load
 from draftloop.pipeline.errors import ConfigError
 from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.replica import canary_prompts
@@ -43,8 +44,6 @@ def twin() -> Iterator[AdminTwin]:
 @pytest.fixture
 def site(tmp_path: Path, twin: AdminTwin) -> list[str]:
     """The settings of an agent beside the twin."""
-    from draftloop.pipeline.config import load
-
     (tmp_path / "token").write_text(twin.token)
     Workspace(load([], [f"work='{tmp_path / 'work'}'"])).signing_key()
     return ["work=work", f"replica.url={twin.url}", "replica.token_file=token", "agent.poll_s=0.1"]
@@ -226,6 +225,9 @@ def test_five_lines_make_a_server_that_the_agent_can_swap(
     }
     assert json.loads(options["--weight-transfer-config"]) == {"backend": "draft_disk"}
     assert (options["--per-request-spec-decode-metrics"], options["--dtype"]) == ("detailed", "float32")
+    agent = load([Path(found["agent"])], [])
+    assert (agent.work, agent.replica.staging) == (tmp_path / "work", tmp_path / "work/agent")
+    assert agent.replica.token_file == Path(found["token"])
     token = Path(found["token"]).read_text()
     run(monkeypatch, capsys, "engine-files", "--out", "serving", *settings)
     assert Path(found["token"]).read_text() == token  # what agents hold stays good
