@@ -13,16 +13,28 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+from draftloop.pipeline.records import Consent
 from draftloop.pipeline.stream.policy import Assertion, ConsentPolicy, decide
 from draftloop.serving_hooks.finished import FinishedRequest, Later, hold, moment, pack
 from draftloop.serving_hooks.outbox import CaptureLimits, Outbox
 from draftloop.serving_hooks.packer import Packer
 from draftloop.serving_hooks.sender import Sender, Sink
 
-__all__ = ["CaptureHook", "CaptureLimits", "FinishedRequest"]
+__all__ = ["Admission", "CaptureHook", "CaptureLimits", "FinishedRequest"]
 
 _NUM_THREADS = 2  # the packer and the sender
+
+
+class Admission(NamedTuple):
+    """A request that may be kept, as decided when it began."""
+
+    tenant: str
+    request_id: str
+    asserted: Assertion | None
+    policy: ConsentPolicy
+    consent: Consent
 
 
 class CaptureHook:
@@ -62,24 +74,31 @@ class CaptureHook:
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             self._outbox.refuse("unexpected")
 
-    def offer_later(
-        self,
-        tenant: str,
-        request_id: str,
-        size: int,
-        make: Callable[[], FinishedRequest],
-        *,
-        asserted: Assertion | None,
-    ) -> None:
-        """As offer, of what `make` puts together in another thread; until then it takes at most `size` bytes."""
+    def admit(self, tenant: str, request_id: str, asserted: Assertion | None = None) -> Admission | None:
+        """Whether a request that begins now may be kept; None, counted as offered and dropped, if not."""
+        policy = self._policy
+        decision = decide(policy, tenant, request_id, asserted=asserted)
+        if decision.consent is None:
+            self._outbox.refuse(f"policy:{decision.reason}")
+            return None
+        return Admission(tenant, request_id, asserted, policy, decision.consent)
+
+    def offer_later(self, admission: Admission, size: int, make: Callable[[], FinishedRequest]) -> None:
+        """Take an admitted request that has finished: `make` puts it together in another thread. Never raises.
+
+        size: the memory it takes at most until then. The policy of this moment decides once more.
+        """
         try:
-            decision = decide(self._policy, tenant, request_id, asserted=asserted)
-            if decision.consent is None:
-                self._outbox.refuse(f"policy:{decision.reason}")
-                return
+            tenant, request_id, asserted, policy, consent = admission
+            if policy is not self._policy or tenant in policy.ending:
+                decision = decide(self._policy, tenant, request_id, asserted=asserted)
+                if decision.consent is None:
+                    self._outbox.refuse(f"policy:{decision.reason}")
+                    return
+                consent = decision.consent
             if len(self._threads) < _NUM_THREADS:
                 self._start()
-            if not self._outbox.hand_over(Later(make, decision.consent, moment()), size):
+            if not self._outbox.hand_over(Later(make, consent, moment()), size):
                 self._offer(make())
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             self._outbox.refuse("unexpected")
@@ -108,13 +127,6 @@ class CaptureHook:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))  # the sender closes the log
         return drained
-
-    def admits(self, tenant: str, request_id: str, asserted: Assertion | None = None) -> bool:
-        """Whether a request that begins now may be kept; counts it as offered and dropped if not."""
-        reason = decide(self._policy, tenant, request_id, asserted=asserted).reason
-        if reason != "allowed":
-            self._outbox.refuse(f"policy:{reason}")
-        return reason == "allowed"
 
     def refuse(self, reason: str) -> None:
         """Count a request that no policy can allow, as offered and dropped."""

@@ -16,6 +16,7 @@ class Packer:
         """The thread's life."""
         while (parcel := self._outbox.next_parcel()) is not None:
             self._pack(parcel)
+            del parcel  # nothing of a request stays while there is none to pack
 
     def _pack(self, parcel: Parcel) -> None:
         try:

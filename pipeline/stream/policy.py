@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -31,6 +32,11 @@ class ConsentPolicy(BaseModel):
     version: str
     default: Literal["deny"] = "deny"
     tenants: dict[str, TenantConsent] = Field(default_factory=dict)
+
+    @cached_property
+    def ending(self) -> frozenset[str]:
+        """Tenants whose permission has an end: what was allowed once may not be now."""
+        return frozenset(name for name, permission in self.tenants.items() if permission.expires is not None)
 
 
 Assertion = Literal["train", "deny"]  # what somebody the server trusts says about one request; None: nothing
@@ -62,16 +68,17 @@ def decide(
     if permission is None:
         if asserted is None or not tenant:
             return Decision(None, "no_consent")
-        return Decision(_consent(policy, "gateway"), "allowed")
+        return Decision(_consent(policy.version, "gateway"), "allowed")
     if permission.expires is not None and (now or datetime.now(UTC)) >= permission.expires:
         return Decision(None, "expired")
     if permission.sample_rate < 1.0 and share_of(request_id) >= permission.sample_rate:
         return Decision(None, "not_sampled")
-    return Decision(_consent(policy, "tenant-policy" if asserted is None else "gateway"), "allowed")
+    return Decision(_consent(policy.version, "tenant-policy" if asserted is None else "gateway"), "allowed")
 
 
-def _consent(policy: ConsentPolicy, basis: str) -> Consent:
-    return Consent(purpose="train", policy_version=policy.version, basis=basis)
+@lru_cache(maxsize=64)
+def _consent(policy_version: str, basis: str) -> Consent:
+    return Consent(purpose="train", policy_version=policy_version, basis=basis)
 
 
 def share_of(request_id: str) -> float:

@@ -13,7 +13,8 @@ from time import perf_counter
 from typing import Any
 
 from draftloop.pipeline.records import FinishReason, Sampling
-from draftloop.serving_hooks.finished import FinishedRequest, most_bytes
+from draftloop.serving_hooks.capture import Admission
+from draftloop.serving_hooks.finished import FinishedRequest
 from draftloop.serving_hooks.vllm import versions
 from draftloop.serving_hooks.vllm.counting import discount_internal, install_counting
 from draftloop.serving_hooks.vllm.middleware import Identity, caller, is_internal
@@ -21,7 +22,9 @@ from draftloop.serving_hooks.vllm.runtime import Runtime, current
 
 # What vLLM may say: an error of the engine's ends a request as an abort does, repetition as a stop of its own.
 _ENDS: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length"}
-_SLICES_LETTERS = 1200  # a gateway may name eight, of 64 letters at most
+# Memory of a state that waits to be packed: its objects and strings, a gateway's headers among them; and of each token
+# its id and its text.
+_STATE_BYTES, _TOKEN_BYTES = 8192, 56
 _LOGPROB_BYTES = 600  # of the objects vLLM makes for a token's log-probabilities
 _OWN, _STEP = "_new_completion_output", "make_request_output"
 
@@ -64,30 +67,29 @@ def _begin(runtime: Runtime, state: Any, request: Any) -> None:
     if is_internal():
         discount_internal(runtime, state)
         return
-    hook = runtime.hook
-    if hook is None or not runtime.capturing or request.sampling_params is None:  # None: pooling, nothing is generated
+    hook, params = runtime.hook, request.sampling_params
+    if hook is None or not runtime.capturing or params is None:  # None: pooling, nothing is generated
         return
     begun = perf_counter()
-    identity = caller()
-    parent = state.parent_req
+    identity, parent = caller(), state.parent_req
     name = state.request_id if parent is None else parent.request_id
-    if hook.admits(identity.tenant, name, identity.asserted):
-        unfit = _unfit(state, request)
-        if unfit is not None:
-            hook.refuse(unfit)
-        else:
-            choice = _Choice(name, identity, request.sampling_params, state)
-            setattr(state, _OWN, _Ending(runtime, choice, state))
-            if request.sampling_params.stop:
+    admission = hook.admit(identity.tenant, name, identity.asserted)
+    if admission is not None:
+        unfit = _unfit(request)
+        if unfit is None:
+            choice = _Choice(runtime, admission, identity, state, params)
+            setattr(state, _OWN, choice)
+            if params.stop:
                 setattr(state, _STEP, _stepping(choice, getattr(state, _STEP)))
             choice.cost = perf_counter() - begun
             return
+        hook.refuse(unfit)
     runtime.timing.add(perf_counter() - begun)
 
 
-def _unfit(state: Any, request: Any) -> str | None:
+def _unfit(request: Any) -> str | None:
     """Why a request is not the target answering its tokens, as the fingerprint means it."""
-    if state.lora_request is not None:
+    if request.lora_request is not None:
         return "lora"
     if request.resumable:  # its prompt grows while it is answered
         return "streaming_input"
@@ -95,122 +97,37 @@ def _unfit(state: Any, request: Any) -> str | None:
         return "prompt_embeddings"
     if request.mm_features:
         return "multimodal"
-    if versions.is_partial(request):
+    if request.sampling_params.max_tokens == 1 and versions.is_beam(request):
         return "beam_search"
     return None
 
 
 class _Choice:
-    """What a record needs of a choice; the rest of it comes when it ends."""
+    """A choice under watch. It stands in for its state's own method until that has given the last output.
+
+    What it costs is paid by the event loop, so that it only notes what changes later: the rest is read off the state,
+    which nobody touches any more, where the record is made.
+    """
 
     __slots__ = (
-        "accepted",
-        "choice",
-        "conversation",
+        "_admission",
+        "_drafter",
+        "_end",
+        "_identity",
+        "_num_outputs",
+        "_params",
+        "_plain",
+        "_runtime",
+        "_state",
         "cost",
-        "drafted",
-        "drafter",
         "emitted",
-        "end",
-        "identity",
-        "logprobs",
-        "name",
-        "output_ids",
-        "params",
-        "prompt_ids",
-        "stream",
-        "weights",
     )
 
-    def __init__(self, name: str, identity: Identity, params: Any, state: Any) -> None:
-        self.name = name
-        self.identity = identity
-        self.params = params
-        self.choice = state.request_index
-        self.conversation = identity.conversation or state.external_req_id
-        self.emitted: list[int] = []
+    def __init__(self, runtime: Runtime, admission: Admission, identity: Identity, state: Any, params: Any) -> None:
+        self._runtime, self._admission, self._identity = runtime, admission, identity
+        self._state, self._params, self._plain = state, params, getattr(state, _OWN)
+        self.emitted: list[int] | None = None
         self.cost = 0.0
-
-    def finish(self, state: Any, end: str, drafter: str | None, takes_logprobs: bool) -> int:
-        """Take what is needed of the state, copied or complete; returns the memory it takes at most."""
-        self.end = end
-        self.drafter = drafter
-        self.prompt_ids = tuple(state.prompt_token_ids)
-        self.output_ids = tuple(state.detokenizer.output_token_ids)
-        self.logprobs = state.logprobs_processor.logprobs if takes_logprobs else None  # None: nobody asked for them
-        self.stream = state.output_kind
-        self.weights = state.weight_version_starts
-        metrics = state.spec_decode_metrics
-        self.accepted = () if metrics is None else metrics.per_step_accepted
-        self.drafted = () if metrics is None else metrics.per_step_drafted
-        if metrics is None and len(self.emitted) > 1:
-            self.accepted = [count - 1 for count in self.emitted[1:]]
-        outputs = len(self.output_ids)
-        letters = len(self.name) + len(self.conversation) + sum(map(len, self.identity[:2])) + _SLICES_LETTERS
-        size = most_bytes(len(self.prompt_ids) + 2 * outputs, letters)
-        if self.logprobs:
-            size += _LOGPROB_BYTES * outputs * (1 + max(0, self.params.logprobs or 0))
-        return size
-
-    def request(self) -> FinishedRequest:
-        """What the hook keeps."""
-        params, identity = self.params, self.identity
-        accepted, drafted = fitted(self.accepted, self.drafted, len(self.output_ids))
-        return FinishedRequest(
-            request_id=self.name,
-            conversation_id=self.conversation,
-            tenant=identity.tenant,
-            subject=identity.subject,
-            prompt_ids=self.prompt_ids,
-            output_ids=self.output_ids,
-            finish_reason=_ENDS.get(self.end, "abort"),
-            sampling=Sampling(
-                temperature=float(params.temperature),
-                top_p=float(params.top_p),
-                top_k=max(0, params.top_k),
-                max_tokens=params.max_tokens or 0,
-                seed=params.seed,
-            ),
-            logprobs=sampled_logprobs(self.logprobs, self.output_ids),
-            accepted=accepted,
-            drafted=drafted,
-            drafter_version=self.drafter,
-            slices=self._slices(),
-            choice=self.choice,
-            asserted=identity.asserted,
-        )
-
-    def _slices(self) -> dict[str, str]:
-        slices = dict(self.identity.slices)
-        slices |= {"route": self.identity.route, "stream": "yes" if versions.is_delta(self.stream) else "no"}
-        weights = {label for label, _ in self.weights} - {versions.DEFAULT_WEIGHTS}
-        if weights:
-            slices["weights"] = ",".join(sorted(weights))
-        if versions.alters_logits(self.params):
-            slices["logits"] = "altered"
-        return slices
-
-
-def _stepping(choice: _Choice, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What each step gave, of a request with stop strings: the engine is told of the stop, and tells no counts then."""
-
-    @wraps(plain)
-    def make_request_output(new_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if new_token_ids:
-            choice.emitted.append(len(new_token_ids))
-        return plain(new_token_ids, *args, **kwargs)
-
-    return make_request_output
-
-
-class _Ending:
-    """Stands in for the state's own method until the choice has ended."""
-
-    __slots__ = ("_choice", "_plain", "_runtime", "_state")
-
-    def __init__(self, runtime: Runtime, choice: _Choice, state: Any) -> None:
-        self._runtime, self._choice, self._state = runtime, choice, state
-        self._plain = getattr(state, _OWN)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the method; with the last output, the choice is handed over."""
@@ -223,30 +140,100 @@ class _Ending:
         """Hand the choice over. Never raises."""
         begun = perf_counter()
         try:
-            state, runtime, choice = self._state, self._runtime, self._choice
-            for name in (_OWN, _STEP):  # once a choice; and the cycle through the state is open again
-                vars(state).pop(name, None)
+            state, runtime = self._state, self._runtime
+            own = vars(state)
+            own.pop(_OWN, None)  # once a choice; and the cycle through the state is open again
+            own.pop(_STEP, None)
+            self._plain = None
             hook = runtime.hook
             if hook is None:
                 return
             if not runtime.capturing:  # switched off meanwhile
                 hook.refuse("switched_off")
                 return
-            size = choice.finish(state, reason, runtime.served.version, runtime.takes_logprobs)
-            identity = choice.identity
-            hook.offer_later(identity.tenant, choice.name, size, choice.request, asserted=identity.asserted)
-            runtime.timing.add(choice.cost + perf_counter() - begun)
+            self._end, self._drafter = reason, runtime.served.version
+            self._num_outputs = num_outputs = len(state.detokenizer.output_token_ids)
+            size = _STATE_BYTES + _TOKEN_BYTES * (len(state.prompt_token_ids) + 2 * num_outputs)
+            if self._params.logprobs is not None:
+                size += _LOGPROB_BYTES * num_outputs * (1 + max(0, self._params.logprobs))
+            hook.offer_later(self._admission, size, self._finished)
+            runtime.timing.add(self.cost + perf_counter() - begun)
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             _count_fault()
+
+    def _finished(self) -> FinishedRequest:
+        """What the hook keeps. Raises ValueError: the state has changed since."""
+        params, identity, state = self._params, self._identity, self._state
+        output_ids = state.detokenizer.output_token_ids
+        if len(output_ids) != self._num_outputs:
+            raise ValueError("the engine went on with a finished choice")
+        accepted, drafted = self._steps()
+        logprobs = state.logprobs_processor.logprobs if self._runtime.takes_logprobs else None
+        return FinishedRequest(
+            request_id=self._admission.request_id,
+            conversation_id=identity.conversation or state.external_req_id,
+            tenant=identity.tenant,
+            subject=identity.subject,
+            prompt_ids=state.prompt_token_ids,
+            output_ids=output_ids,
+            finish_reason=_ENDS.get(self._end, "abort"),
+            sampling=Sampling(
+                temperature=float(params.temperature),
+                top_p=float(params.top_p),
+                top_k=max(0, params.top_k),
+                max_tokens=params.max_tokens or 0,
+                seed=params.seed,
+            ),
+            logprobs=sampled_logprobs(logprobs, output_ids),
+            accepted=accepted,
+            drafted=drafted,
+            drafter_version=self._drafter,
+            slices=self._slices(),
+            choice=state.request_index,
+            asserted=identity.asserted,
+        )
+
+    def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Accepted and drafted of each step."""
+        metrics = self._state.spec_decode_metrics
+        if metrics is not None:
+            return fitted(metrics.per_step_accepted, metrics.per_step_drafted, self._num_outputs)
+        return tuple(count - 1 for count in (self.emitted or ())[1:]), ()
+
+    def _slices(self) -> dict[str, str]:
+        slices = dict(self._identity.slices)
+        slices |= {
+            "route": self._identity.route,
+            "stream": "yes" if versions.is_delta(self._state.output_kind) else "no",
+        }
+        weights = {label for label, _ in self._state.weight_version_starts} - {versions.DEFAULT_WEIGHTS}
+        if weights:
+            slices["weights"] = ",".join(sorted(weights))
+        if versions.alters_logits(self._params):
+            slices["logits"] = "altered"
+        return slices
+
+
+def _stepping(choice: _Choice, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What each step gave, of a request with stop strings: the engine is told of the stop, and tells no counts then."""
+    emitted = choice.emitted = []
+
+    @wraps(plain)
+    def make_request_output(new_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if new_token_ids:
+            emitted.append(len(new_token_ids))
+        return plain(new_token_ids, *args, **kwargs)
+
+    return make_request_output
 
 
 def end_all(runtime: Runtime) -> None:
     """The process ends: what still runs is cut, and nobody tells its states."""
     for processor in runtime.processors:
         for state in list(processor.request_states.values()):
-            ending = vars(state).get(_OWN)
-            if isinstance(ending, _Ending):
-                ending.end("abort")
+            choice = vars(state).get(_OWN)
+            if isinstance(choice, _Choice):
+                choice.end("abort")
 
 
 def _count_fault() -> None:

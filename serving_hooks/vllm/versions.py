@@ -46,7 +46,7 @@ def is_delta(output_kind: Any) -> bool:
     return bool(output_kind.name == "DELTA")
 
 
-def is_partial(request: Any) -> bool:
+def is_beam(request: Any) -> bool:
     """Whether an EngineCoreRequest is one token of a beam search: vLLM runs each as a request, named `...-beam-<i>`."""
     head, beam, index = (request.external_req_id or "").rpartition("-beam-")
     return bool(head and beam and index.isdecimal() and request.sampling_params.max_tokens == 1)

@@ -30,8 +30,12 @@ class Fast:
 
 
 def test_an_offer_cut_off_anywhere_keeps_the_account_exact() -> None:
+    armed = threading.Event()  # while it is set, a signal is caught: one at a time, and none around the loop
+
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
+        if armed.is_set():
+            armed.clear()
+            raise Interrupted
 
     hook = CaptureHook(Fast, topic="t", policy=POLICY, target="t", limits=CaptureLimits(max_records=50, linger_s=0.001))
     offers = [FinishedRequest(f"{who}", "c", who, "s", [1], [2], "stop", Sampling()) for who in ("acme", "nobody")]
@@ -40,6 +44,7 @@ def test_an_offer_cut_off_anywhere_keeps_the_account_exact() -> None:
     def disturb() -> None:
         chooser = random.Random(3)
         while not stop.is_set():
+            armed.wait(1)
             time.sleep(chooser.uniform(0.0001, 0.001))
             os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -51,9 +56,11 @@ def test_an_offer_cut_off_anywhere_keeps_the_account_exact() -> None:
         disturber.start()
         while not stop.is_set():
             try:
+                armed.set()
                 while time.monotonic() < deadline:
                     started += 1
                     hook.offer(offers[started % 2])
+                armed.clear()
                 stop.set()
             except Interrupted:
                 cut += 1
