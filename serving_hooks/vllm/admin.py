@@ -63,6 +63,7 @@ class AdminPlugin:
         self._swapper: Swapper | None = None
         self._audit = _audit(self._runtime)
         self._weights: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
         self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
 
     def attach_router(self, app: Any) -> None:
@@ -91,6 +92,9 @@ class AdminPlugin:
         self._swapper = Swapper(engine_client, self._runtime)
         setattr(engine_client, wake.SWAPPER, self._swapper)
         self._swapper.start(self._runtime.trouble or _unsupported(engine_client, args))
+        settings = self._runtime.settings
+        if self._runtime.trouble is None and settings is not None and settings.swap.token_file is not None:
+            self._warming = asyncio.create_task(self._warm_up())
 
     def _compare(self, chat_template: str | None) -> None:
         expected = self._runtime.fingerprint
@@ -112,6 +116,12 @@ class AdminPlugin:
             await asyncio.to_thread(identity.require_weights, self._runtime.fingerprint, folder)
         except DraftloopError as error:
             self._trouble(error)
+
+    async def _warm_up(self) -> None:
+        try:
+            await probe.warm_up(self._engine)
+        except Exception as error:  # noqa: BLE001  outermost guard of a background task: the first probe says it again
+            _log.warning("draftloop: the first probe failed: %s", error)
 
     def _trouble(self, error: DraftloopError) -> None:
         self._runtime.trouble = error

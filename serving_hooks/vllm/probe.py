@@ -87,6 +87,16 @@ def _seed(request: ProbeRequest, index: int) -> int | None:
     return None if request.seed is None else (request.seed + index) * MAX_TOKENS
 
 
+async def warm_up(engine: Any) -> None:
+    """Have vLLM compile what counts the ranks of log-probabilities, for one row and for several.
+
+    It does so when first asked, for seconds in which no request advances: better before there are any.
+    """
+    for prompts in ([[1, 1]], [[1, 1], [1, 1, 1], [1, 1, 1, 1]]):
+        await probe(engine, ProbeRequest(prompts=list(prompts), max_tokens=4))
+    await score(engine, ScoreRequest(prompts=[[1, 1]], outputs=[[1, 1, 1]]))
+
+
 def _check(prompts: Sequence[object], tokens: int) -> None:
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise InputError(f"{len(prompts)} prompts", mend=f"send 1 to {MAX_PROMPTS}")
