@@ -51,10 +51,10 @@ class Parcel(NamedTuple):
 
 # Parcels are heavy, an id being an object: they get this share of the bytes, and what does not fit is packed where it
 # was offered.
-PARCEL_SHARE = 8
+PARCEL_SHARE = 4
 _GATHER_S = 0.01  # the packer looks that often while there is traffic: a wake-up costs whoever gives it 10 us
 _ALERT_S = 1.0  # without any for that long it sleeps until it is woken
-_BETWEEN_S = 0.0001  # and lets go of the interpreter after each: the serving path never waits for more than one
+_SPELL_S, _REST_S = 0.0003, 0.0001  # it lets go of the interpreter after each spell of packing
 
 
 class Outbox:
@@ -69,6 +69,7 @@ class Outbox:
         self._unpacked = 0  # parcels queued and in the packer's hands
         self._unpacked_bytes = 0
         self._packer_waits = False
+        self._spell_began = 0.0
         self._queue: deque[bytes] = deque()  # appended to under the lock, popped from by the taker alone
         self._in_flight: list[bytes] = []
         self._held = 0  # parcels, and entries queued and in flight
@@ -126,9 +127,11 @@ class Outbox:
 
     def next_parcel(self) -> Parcel | None:
         """Wait for a parcel; None: the outbox is closed and nothing is left to pack."""
-        if self._parcels and not self._is_urgent():
-            time.sleep(_BETWEEN_S)
-        alert_until = time.monotonic() + _ALERT_S
+        now = time.monotonic()
+        if self._parcels and not self._is_urgent() and now - self._spell_began > _SPELL_S:
+            time.sleep(_REST_S)
+            self._spell_began = time.monotonic()
+        alert_until = now + _ALERT_S
         with self._parcel_came:
             while not self._parcels:
                 if self._closing:
@@ -136,11 +139,16 @@ class Outbox:
                 self._packer_waits = time.monotonic() >= alert_until
                 self._parcel_came.wait(None if self._packer_waits else _GATHER_S)
                 self._packer_waits = False
+                self._spell_began = time.monotonic()
             return self._parcels.popleft()
 
     def pack(self, parcel: Parcel, key: bytes, value: bytes) -> None:
         """A parcel has become this entry."""
         self._settle_parcel(parcel, _entry(parcel.since, key, value))
+
+    def pass_on(self, parcel: Parcel) -> None:
+        """A parcel was an entry all along: what was put behind others."""
+        self._settle_parcel(parcel, parcel.content)
 
     def reject(self, parcel: Parcel, reason: str) -> None:
         """A parcel cannot become an entry."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftloop.serving_hooks.outbox import Outbox, Parcel, unpack
+from draftloop.serving_hooks.outbox import Outbox, Parcel
 
 
 class Packer:
@@ -19,12 +19,11 @@ class Packer:
             del parcel  # nothing of a request stays while there is none to pack
 
     def _pack(self, parcel: Parcel) -> None:
+        if isinstance(parcel.content, bytes):
+            self._outbox.pass_on(parcel)
+            return
         try:
-            if isinstance(parcel.content, bytes):  # packed where it was offered
-                entry = unpack(parcel.content)
-                key, value = entry.key, entry.value
-            else:
-                key, value = parcel.content.packed(self._target)
+            key, value = parcel.content.packed(self._target)
         except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
             self._outbox.reject(parcel, "invalid")
         except Exception:  # noqa: BLE001  the thread's outermost guard: one odd request must not end capture

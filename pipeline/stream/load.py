@@ -187,9 +187,8 @@ def table(result: LoadResult) -> str:
     fate = f"delivered {counters['delivered']}, dropped {dropped or 'none'}"
     lines = [f"offered {result.offered} in {result.seconds:.1f} s, {fate}"]
     for name, spread in (("inside offer", result.offer_ms), ("of it the hook's own", result.own_ms)):
-        lines.append(
-            f"{name:<22} p50 {spread.p50:.3f}, p99 {spread.p99:.3f}, p99.9 {spread.p999:.3f}, max {spread.max:.2f} ms"
-        )
+        p50, p99, p999, most = (1000 * value for value in (spread.p50, spread.p99, spread.p999, spread.max))
+        lines.append(f"{name:<22} p50 {p50:.1f}, p99 {p99:.1f}, p99.9 {p999:.1f}, max {most:.0f} us")
     lines.append(f"memory {result.rss_before_mb:.0f} MB before, {result.rss_peak_mb:.0f} MB at most")
     return "\n".join(lines)
 

@@ -52,15 +52,23 @@ def small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+ATTEMPTS = 4  # a thread of ours that loses its core to another program may hold what an offer needs
+
+
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("kind", [Kept, Failing, Hanging])
-def test_an_offer_takes_less_than_a_millisecond_whatever_the_log_does(kind: type[Kept]) -> None:
-    result = drive(hook_on(kind()), PLAN)
-    assert (result.offered, result.counters["offered"]) == (1000, 1000)
-    assert result.own_ms.p99 <= 1.0
-    assert result.own_ms.max <= 20.0
-    assert 0 < result.own_ms.p50 <= result.offer_ms.p50 <= result.offer_ms.p99 <= result.offer_ms.p999
-    assert result.closed_clean == (kind is Kept)
+def test_an_offer_takes_twenty_microseconds_whatever_the_log_does(kind: type[Kept]) -> None:
+    seen = []
+    for _ in range(ATTEMPTS):
+        result = drive(hook_on(kind()), PLAN)
+        assert (result.offered, result.counters["offered"]) == (1000, 1000)
+        assert 0 < result.own_ms.p50 <= result.offer_ms.p50 <= result.offer_ms.p99 <= result.offer_ms.p999
+        assert result.closed_clean == (kind is Kept)
+        own = result.own_ms
+        if own.p50 <= 0.020 and own.p99 <= 0.1 and own.max <= 20.0:
+            return
+        seen.append(own)
+    raise AssertionError(f"p50 over 0.02, p99 over 0.1 or max over 20 ms each time: {seen}")
 
 
 @pytest.mark.usefixtures("small_heap")
