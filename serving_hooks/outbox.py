@@ -65,7 +65,7 @@ class Outbox:
         self._lock = threading.RLock()  # guards everything below; never held during I/O
         self._changed = threading.Condition(self._lock)
         self._parcel_came = threading.Condition(self._lock)
-        self._parcels: deque[Parcel] = deque()  # appended to under the lock, popped from by the packer alone
+        self._parcels: deque[Parcel | bytes] = deque()  # appended to under the lock, popped from by the packer alone
         self._unpacked = 0  # parcels queued and in the packer's hands
         self._unpacked_bytes = 0
         self._packer_waits = False
@@ -100,7 +100,7 @@ class Outbox:
                 return False
             reason = self._refusal(0)
             if reason is None:
-                self._accept(parcel)
+                self._accept(parcel, size)
             else:
                 self._count(reason)
             return True
@@ -109,13 +109,12 @@ class Outbox:
         """Queue an entry behind all parcels, or count why not."""
         entry = _entry(time.monotonic(), key, value)
         size = _size(entry)
-        parcel = Parcel(size, 0.0, entry)
         with self._lock:
             reason = self._refusal(size)
             if reason is not None:
                 self._count(reason)
             elif self._unpacked:
-                self._accept(parcel)
+                self._accept(entry, size)
             else:
                 self._offered += 1
                 self._held += 1
@@ -125,8 +124,8 @@ class Outbox:
                     self._changed.notify_all()
                     self._wants = 0
 
-    def next_parcel(self) -> Parcel | None:
-        """Wait for a parcel; None: the outbox is closed and nothing is left to pack."""
+    def next_parcel(self) -> Parcel | bytes | None:
+        """Wait for a parcel, or an entry put behind some; None: the outbox is closed and nothing is left to pack."""
         now = time.monotonic()
         if self._parcels and not self._is_urgent() and now - self._spell_began > _SPELL_S:
             time.sleep(_REST_S)
@@ -144,15 +143,15 @@ class Outbox:
 
     def pack(self, parcel: Parcel, key: bytes, value: bytes) -> None:
         """A parcel has become this entry."""
-        self._settle_parcel(parcel, _entry(parcel.since, key, value))
+        self._settle_parcel(parcel.size, _entry(parcel.since, key, value))
 
-    def pass_on(self, parcel: Parcel) -> None:
-        """A parcel was an entry all along: what was put behind others."""
-        self._settle_parcel(parcel, parcel.content)
+    def pass_on(self, entry: bytes) -> None:
+        """An entry that was put behind parcels has none before it any more."""
+        self._settle_parcel(_size(entry), entry)
 
     def reject(self, parcel: Parcel, reason: str) -> None:
         """A parcel cannot become an entry."""
-        self._settle_parcel(parcel, reason)
+        self._settle_parcel(parcel.size, reason)
 
     def would_refuse(self, size: int) -> bool:
         """Whether an entry of at least that size has no place now; counts it as dropped if so."""
@@ -269,9 +268,8 @@ class Outbox:
                 **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items()) if count},
             }
 
-    def _accept(self, parcel: Parcel) -> None:
+    def _accept(self, parcel: Parcel | bytes, size: int) -> None:
         """Under the lock. The wake-up comes last: a signal in it must find the account whole."""
-        size = parcel.size
         self._offered += 1
         self._held += 1
         self._unpacked += 1
@@ -282,7 +280,7 @@ class Outbox:
             self._parcel_came.notify_all()
             self._packer_waits = False
 
-    def _settle_parcel(self, parcel: Parcel, outcome: bytes | str) -> None:
+    def _settle_parcel(self, size: int, outcome: bytes | str) -> None:
         entry = outcome if isinstance(outcome, bytes) else b""
         reason = outcome if isinstance(outcome, str) else None
         if _size(entry) > self._limits.max_record_bytes + ENTRY_BYTES:
@@ -291,8 +289,8 @@ class Outbox:
             if self._given_up:  # and counted
                 return
             self._unpacked -= 1
-            self._unpacked_bytes -= parcel.size
-            self._queued_bytes -= parcel.size
+            self._unpacked_bytes -= size
+            self._queued_bytes -= size
             if reason is None:
                 self._queued_bytes += _size(entry)
                 self._queue.append(entry)

@@ -15,13 +15,13 @@ class Packer:
     def run(self) -> None:
         """The thread's life."""
         while (parcel := self._outbox.next_parcel()) is not None:
-            self._pack(parcel)
+            if isinstance(parcel, bytes):
+                self._outbox.pass_on(parcel)
+            else:
+                self._pack(parcel)
             del parcel  # nothing of a request stays while there is none to pack
 
     def _pack(self, parcel: Parcel) -> None:
-        if isinstance(parcel.content, bytes):
-            self._outbox.pass_on(parcel)
-            return
         try:
             key, value = parcel.content.packed(self._target)
         except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
