@@ -24,7 +24,7 @@ PREFIX = b"x-draftloop-"
 ROUTES = {"chat/completions": "chat", "completions": "completions", "responses": "responses", "messages": "messages"}
 _MARK = "draftloop.identified"  # in the scope: twice in the stack is once
 _LOOK_AGAIN_S = 1.0
-_log = logging.getLogger("draftloop.serving")
+_log = logging.getLogger("vllm.draftloop")
 
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -10,7 +10,7 @@ from draftloop.serving_hooks.vllm import versions
 from draftloop.serving_hooks.vllm.runtime import Runtime, current
 from draftloop.serving_hooks.vllm.settings import is_named
 
-_log = logging.getLogger("draftloop.serving")
+_log = logging.getLogger("vllm.draftloop")  # only what is below its name does vLLM show
 
 
 def register() -> None:
@@ -24,7 +24,19 @@ def register() -> None:
         runtime.trouble = error
     except Exception as error:  # noqa: BLE001  outermost guard: a private name of vLLM's may be gone, serving goes on
         runtime.trouble = versions.missing(error)
+    if runtime.trouble is not None and is_named():
+        _keep_the_flag_known()
     _tell(runtime)
+
+
+def _keep_the_flag_known() -> None:
+    """A server told to use our transport must start although nothing else of ours is in it."""
+    try:
+        from draftloop.serving_hooks.vllm import transport
+
+        transport.install()
+    except Exception as error:  # noqa: BLE001  outermost guard: the trouble is told already
+        _log.warning("draftloop: --weight-transfer-config draft_disk is not known here: %s", error)
 
 
 def _install() -> None:

@@ -69,3 +69,20 @@ def test_every_part_is_found_under_one_name_and_none_imports_our_extras(engine_p
         f"print([name for name in {EXTRAS!r} if name in sys.modules])"
     )
     assert run([engine_python, "-c", code]).splitlines()[-2:] == ["register StepCounters AdminPlugin", "[]"]
+
+
+def test_a_release_nobody_tried_is_refused_by_name_and_its_server_still_knows_our_flag(
+    engine_python: Path, tmp_path: Path
+) -> None:
+    code = (
+        "from draftloop.serving_hooks.vllm import versions; versions.SUPPORTED = ('0.31',);"
+        "from draftloop.serving_hooks.vllm import plugin, runtime; plugin.register(); plugin.register();"
+        "print(type(runtime.current().trouble).__name__, runtime.current().trouble.message);"
+        "print('draft_disk' in versions.transfer_factory()._registry);"
+        "print(hasattr(versions.worker_base(), 'draftloop_stage'))"
+    )
+    settings = tmp_path / "serving.toml"
+    settings.write_text('target = "absent.json"\n')
+    told, known, patched = run(["env", f"DRAFTLOOP_SERVING={settings}", engine_python, "-c", code]).splitlines()[-3:]
+    assert told == "EngineUnsupportedError vLLM 0.32.0+cpu: this draftloop knows 0.31.x"
+    assert (known, patched) == ("True", "False")
