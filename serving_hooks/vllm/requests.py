@@ -35,6 +35,8 @@ def install() -> None:
     plain = kind.from_new_request.__func__
     if not hasattr(plain, "__wrapped__"):
         kind.from_new_request = classmethod(_beginning(plain))
+        engine = versions.async_llm()
+        engine.shutdown = _shutting_down(engine.shutdown)
     install_counting()
 
 
@@ -63,6 +65,19 @@ def _beginning(plain: Callable[..., Any]) -> Callable[..., Any]:
     return from_new_request
 
 
+def _shutting_down(plain: Callable[..., None]) -> Callable[..., None]:
+    """With its engine stopped a server waits for clients to hang up, which may be never: what ran has ended here."""
+
+    @wraps(plain)
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        try:
+            plain(*args, **kwargs)
+        finally:
+            end_all(current())
+
+    return shutdown
+
+
 def _begin(runtime: Runtime, state: Any, request: Any) -> None:
     if is_internal():
         discount_internal(runtime, state)
@@ -79,7 +94,7 @@ def _begin(runtime: Runtime, state: Any, request: Any) -> None:
         if unfit is None:
             choice = _Choice(runtime, admission, identity, state, params)
             setattr(state, _OWN, choice)
-            if params.stop:
+            if params.stop or params.structured_outputs is not None:
                 setattr(state, _STEP, _stepping(choice, getattr(state, _STEP)))
             choice.cost = perf_counter() - begun
             return
@@ -142,8 +157,9 @@ class _Choice:
         try:
             state, runtime = self._state, self._runtime
             own = vars(state)
-            own.pop(_OWN, None)  # once a choice; and the cycle through the state is open again
             own.pop(_STEP, None)
+            if own.pop(_OWN, None) is None:  # once a choice, from whatever thread; and the cycle is open again
+                return
             self._plain = None
             hook = runtime.hook
             if hook is None:
@@ -196,9 +212,13 @@ class _Choice:
     def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Accepted and drafted of each step."""
         metrics = self._state.spec_decode_metrics
-        if metrics is not None:
-            return fitted(metrics.per_step_accepted, metrics.per_step_drafted, self._num_outputs)
-        return tuple(count - 1 for count in (self.emitted or ())[1:]), ()
+        if self.emitted:
+            accepted = tuple(count - 1 for count in self.emitted[1:])
+            told = () if metrics is None else tuple(metrics.per_step_drafted)
+            return accepted, told if len(told) == len(accepted) else ()
+        if metrics is None:
+            return (), ()
+        return fitted(metrics.per_step_accepted, metrics.per_step_drafted, self._num_outputs)
 
     def _slices(self) -> dict[str, str]:
         slices = dict(self._identity.slices)
@@ -215,7 +235,11 @@ class _Choice:
 
 
 def _stepping(choice: _Choice, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What each step gave, of a request with stop strings: the engine is told of the stop, and tells no counts then."""
+    """What each step gave, where vLLM's own counts do not say.
+
+    The engine is told of a stop string, and tells no counts then; of steps whose drafts a grammar has thrown out it
+    counts none.
+    """
     emitted = choice.emitted = []
 
     @wraps(plain)
@@ -228,7 +252,7 @@ def _stepping(choice: _Choice, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_all(runtime: Runtime) -> None:
-    """The process ends: what still runs is cut, and nobody tells its states."""
+    """The engine or the process ends: what still runs is cut, and nobody tells its states. Never raises."""
     for processor in runtime.processors:
         for state in list(processor.request_states.values()):
             choice = vars(state).get(_OWN)

@@ -366,29 +366,35 @@ def test_while_the_log_hangs_no_answer_differs_and_everything_arrives_in_the_end
 
 
 def test_terminated_in_traffic_everything_is_delivered_or_counted(live: LiveServer) -> None:
-    """Twenty finished, eight running, then SIGTERM: all of them are in the log, the running ones cut or whole."""
+    """Twenty finished that the log has not, eight running whose clients stay on: SIGTERM loses none of them.
+
+    vLLM itself waits for those clients, so that what is not in the log by then would be lost with a SIGKILL.
+    """
     live.settle()
     known = {record.record_id for record in live.records()}
     offers = offered(live)["offered"]
-    with log_hangs(live):
-        for index in range(20):
-            live.complete([1100 + index], max_tokens=4, ignore_eos=True)
-        body = {"prompt": "Going on while it ends", **LONG}
-        streams = [live.stream("/v1/completions", body) for _ in range(8)]
-        for stream in streams:
-            next(stream)
-        began = time.monotonic()
-        os.kill(live.server.pid, signal.SIGTERM)
-        time.sleep(1)
+    body = {"prompt": "Going on while it ends", **LONG, "max_tokens": 900}
+    streams = []
     try:
-        live.server.stop()
-        assert time.monotonic() - began < 20
-        found = [record for record in live.records() if record.record_id not in known]
-        line = next(each for each in live.server.tail(200).splitlines()[::-1] if "capture ended" in each)
-        counters = json.loads(line.partition("capture ended: ")[2].replace("'", '"'))
-        dropped = sum(count for name, count in counters.items() if name.startswith("dropped."))
-        assert (counters["in_queue"], counters["offered"]) == (0, counters["delivered"] + dropped)
-        assert counters["offered"] - offers == len(found) == 28
-        assert {record.finish_reason for record in found} <= {"length", "abort"}
+        with log_hangs(live):
+            for index in range(20):
+                live.complete([1100 + index], max_tokens=4, ignore_eos=True)
+            streams = [live.stream("/v1/completions", body) for _ in range(8)]
+            for stream in streams:
+                next(stream)
+            os.kill(live.server.pid, signal.SIGTERM)
+        found = [record for record in live.records(at_least=len(known) + 28, timeout_s=30)]
+        ends = [record.finish_reason for record in found if record.record_id not in known]
+        assert sorted(ends) == ["abort"] * 8 + ["length"] * 20
     finally:
+        for stream in streams:
+            stream.close()  # type: ignore[attr-defined]
+        live.server.stop()
+        log = live.server.log.read_text(errors="replace")
         live.server.start()
+    line = next(line for line in reversed(log.splitlines()) if "capture ended" in line)
+    counters = json.loads(line.partition("capture ended: ")[2].replace("'", '"'))
+    assert counters["offered"] - offers == 28
+    assert counters["offered"] == counters["delivered"] + sum(
+        count for name, count in counters.items() if name.startswith("dropped.")
+    )

@@ -144,6 +144,8 @@ class Bench:
         self.processor: Any = type("PatchedProcessor", (Processor,), dict(vars(Processor)))
         monkeypatch.setattr(versions, "request_state", lambda: self.state)
         monkeypatch.setattr(versions, "output_processor", lambda: self.processor)
+        self.engine: Any = type("PatchedEngine", (), {"shutdown": lambda self, timeout=None: None})
+        monkeypatch.setattr(versions, "async_llm", lambda: self.engine)
         for module in (requests, counting):
             monkeypatch.setattr(module, "current", lambda: self.runtime)
         requests.install()
@@ -262,8 +264,8 @@ def test_what_still_runs_when_the_process_ends_is_aborted_once(bench: Bench) -> 
     processor.request_states = states
     for state in states.values():
         state.step(1)
-    requests.end_all(bench.runtime)
-    requests.end_all(bench.runtime)
+    bench.engine().shutdown(timeout=0)
+    requests.end_all(bench.runtime)  # as at the exit
     states["a-0"].step(end="abort")
     assert [(record.record_id, record.finish_reason) for record in bench.records()] == [
         ("a-0", "abort"),
@@ -278,6 +280,16 @@ def test_with_stop_strings_steps_are_counted_as_they_come(bench: Bench) -> None:
     state.step(6, 7, end="stop")  # a third one was trimmed, and the engine's own counts never come
     (record,) = bench.records()
     assert (record.accepted, record.drafted) == ((2, 0, 1), ())
+
+
+def test_steps_whose_drafts_a_grammar_threw_out_are_steps(bench: Bench) -> None:
+    for name, metrics in (("a-0", spec([], [])), ("b-0", spec([0, 1], [2, 4]))):
+        state = bench.begin(request(name, sampling_params=params(structured_outputs="json")))
+        state.step(1)
+        state.step(2)
+        state.spec_decode_metrics = metrics
+        state.step(3, 4, end="length")
+    assert [(record.accepted, record.drafted) for record in bench.records()] == [((0, 1), ()), ((0, 1), (2, 4))]
 
 
 def test_without_consent_nothing_is_attached_and_one_counter_moves(bench: Bench) -> None:
