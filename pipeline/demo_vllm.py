@@ -100,6 +100,7 @@ def _captured(workspace: Workspace) -> list[CapturedRequest]:
 def _counts(record: CapturedRequest, version: str | None) -> bool:
     return (
         record.drafter_version == version
+        and "drafter" not in record.slices  # another one drafted for a part of it
         and record.finish_reason != "abort"
         and record.sampling.temperature == 0
         and bool(record.accepted)

@@ -49,15 +49,18 @@ def discount_internal(runtime: Runtime, state: Any) -> None:
     @wraps(plain)
     def make_request_output(new_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal prefilled
-        if new_token_ids and prefilled:
-            runtime.discount.num_steps += 1
-            runtime.discount.num_emitted += len(new_token_ids)
-        prefilled = prefilled or bool(new_token_ids)
-        metrics = state.spec_decode_metrics  # comes with the last output
-        if metrics is not None:
-            del state.make_request_output
-            runtime.discount.num_drafted += metrics.num_draft_tokens
-            runtime.discount.num_accepted += sum(count * index for index, count in enumerate(metrics.histogram))
+        try:
+            if new_token_ids and prefilled:
+                runtime.discount.num_steps += 1
+                runtime.discount.num_emitted += len(new_token_ids)
+            prefilled = prefilled or bool(new_token_ids)
+            metrics = state.spec_decode_metrics  # comes with the last output
+            if metrics is not None:
+                del state.make_request_output
+                runtime.discount.num_drafted += metrics.num_draft_tokens
+                runtime.discount.num_accepted += sum(count * index for index, count in enumerate(metrics.histogram))
+        except Exception:  # noqa: BLE001  outermost guard: what raises here would end every request
+            runtime.fault()
         return plain(new_token_ids, *args, **kwargs)
 
     state.make_request_output = make_request_output
@@ -77,9 +80,12 @@ def _registering(plain: Callable[..., None]) -> Callable[..., None]:
 def _noticing(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for output in engine_core_outputs:
-            if not output.new_token_ids:
-                _notice_empty(self.request_states.get(output.request_id))
+        try:
+            for output in engine_core_outputs:
+                if not output.new_token_ids:
+                    _notice_empty(self.request_states.get(output.request_id))
+        except Exception:  # noqa: BLE001  outermost guard: what raises here would end every request
+            current().fault()
         return plain(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
@@ -99,9 +105,10 @@ def _notice_empty(state: Any) -> None:
 def _trimming(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def trim(req_state: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        before = len(output.new_token_ids)
+        tokens = output.new_token_ids  # cut in place
+        before = len(tokens)
         result = plain(req_state, output, *args, **kwargs)
-        current().discount.num_emitted += before - len(output.new_token_ids)
+        current().discount.num_emitted += before - len(tokens)
         return result
 
     return trim

@@ -105,8 +105,11 @@ class Identities:
         route = _route(path)
         consents = [value.strip().lower() for name, value in ours if name == b"consent"]
         asserted: Assertion | None = "deny" if any(value != b"train" for value in consents) else None
-        if not self._is_gateway(ours):
+        shown = [value.strip() for name, value in ours if name == b"gateway-secret"]
+        if not shown or self._settings.gateway_secret_file is None:
             return Identity(self._tenant_of(authorization), "", "", asserted, route)
+        if not self._is_secret(shown):  # whoever it is for, it is not for the tenant that stands for everybody else
+            return Identity(asserted="deny", route=route)
         said = {name: {value.strip() for other, value in ours if other == name} for name in _SAID}
         if any(len(values) > 1 for values in said.values()):  # a client's header beside the gateway's: whose is whose?
             return Identity(asserted="deny", route=route)
@@ -122,10 +125,7 @@ class Identities:
             _pairs(slices),
         )
 
-    def _is_gateway(self, ours: Headers) -> bool:
-        shown = [value.strip() for name, value in ours if name == b"gateway-secret"]
-        if not shown:
-            return False
+    def _is_secret(self, shown: Sequence[bytes]) -> bool:
         secret = self._secret.read()
         return bool(secret) and all([hmac.compare_digest(value, secret) for value in shown])
 

@@ -7,6 +7,8 @@ watched.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from time import perf_counter
@@ -26,6 +28,7 @@ _ENDS: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length"
 # its id and its text.
 _STATE_BYTES, _TOKEN_BYTES = 8192, 56
 _LOGPROB_BYTES = 600  # of the objects vLLM makes for a token's log-probabilities
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,96}")
 _OWN, _STEP = "_new_completion_output", "make_request_output"
 
 
@@ -128,6 +131,7 @@ class _Choice:
         "_admission",
         "_drafter",
         "_end",
+        "_epoch",
         "_identity",
         "_num_outputs",
         "_params",
@@ -141,6 +145,7 @@ class _Choice:
     def __init__(self, runtime: Runtime, admission: Admission, identity: Identity, state: Any, params: Any) -> None:
         self._runtime, self._admission, self._identity = runtime, admission, identity
         self._state, self._params, self._plain = state, params, getattr(state, _OWN)
+        self._epoch = runtime.epoch
         self.emitted: list[int] | None = None
         self.cost = 0.0
 
@@ -168,6 +173,7 @@ class _Choice:
                 hook.refuse("switched_off")
                 return
             self._end, self._drafter = reason, runtime.served.version
+            self._epoch -= runtime.epoch  # 0: one drafter from the start to the end
             self._num_outputs = num_outputs = len(state.detokenizer.output_token_ids)
             size = _STATE_BYTES + _TOKEN_BYTES * (len(state.prompt_token_ids) + 2 * num_outputs)
             if self._params.logprobs is not None:
@@ -186,8 +192,8 @@ class _Choice:
         accepted, drafted = self._steps()
         logprobs = state.logprobs_processor.logprobs if self._runtime.takes_logprobs else None
         return FinishedRequest(
-            request_id=self._admission.request_id,
-            conversation_id=identity.conversation or state.external_req_id,
+            request_id=_plain_name(self._admission.request_id),
+            conversation_id=identity.conversation or _hashed(self._admission.request_id),
             tenant=identity.tenant,
             subject=identity.subject,
             prompt_ids=state.prompt_token_ids,
@@ -226,6 +232,8 @@ class _Choice:
             "route": self._identity.route,
             "stream": "yes" if versions.is_delta(self._state.output_kind) else "no",
         }
+        if self._epoch:
+            slices["drafter"] = "changed"  # under way: acceptance is not of drafter_version alone
         weights = {label for label, _ in self._state.weight_version_starts} - {versions.DEFAULT_WEIGHTS}
         if weights:
             slices["weights"] = ",".join(sorted(weights))
@@ -261,9 +269,16 @@ def end_all(runtime: Runtime) -> None:
 
 
 def _count_fault() -> None:
-    hook = current().hook
-    if hook is not None:
-        hook.refuse("unexpected")
+    current().fault()
+
+
+def _plain_name(name: str) -> str:
+    """vLLM's name of a request. A client may have chosen a part of it: what is no plain id becomes one."""
+    return name if _PLAIN.fullmatch(name) else _hashed(name)
+
+
+def _hashed(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def fitted(

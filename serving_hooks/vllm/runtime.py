@@ -55,6 +55,7 @@ class Runtime:
     discount: Discount = field(default_factory=Discount)
     timing: Timing = field(default_factory=Timing)
     swaps: dict[str, int] = field(default_factory=dict)  # result -> count
+    epoch: int = 0  # grows whenever another drafter may have drafted
     restart_needed: str | None = None  # why this process must be replaced
     trouble: DraftloopError | None = None  # why the plug-in does nothing; serving goes on without it
     boot_id: str = field(default_factory=lambda: f"{time.time_ns():x}")
@@ -62,10 +63,17 @@ class Runtime:
     def serve(self, version: str | None, digest: str | None, tensors: str | None) -> None:
         """From now on this drafter is what the engine drafts with."""
         self.served = Served(version, digest, tensors, time.time_ns() // 1_000_000)
+        self.epoch += 1
 
     def count_swap(self, result: str) -> None:
         """One more swap with this result."""
         self.swaps = {**self.swaps, result: self.swaps.get(result, 0) + 1}
+        self.epoch += 1
+
+    def fault(self) -> None:
+        """Count what went wrong with us, which no request is to suffer from."""
+        if self.hook is not None:
+            self.hook.refuse("unexpected")
 
     def label(self, version: str | None) -> None:
         """Name the drafter that serves."""

@@ -17,14 +17,19 @@ class StepCounters(_Base):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._runtime = current()
+        if self._runtime.trouble is not None:  # an unknown release, or nobody has asked for us
+            return
         self._runtime.takes_logprobs = versions.tells_logprobs(vllm_config)
         start(self._runtime)
 
-    def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:
-        """Add one step of the engine."""
-        count_step(self._runtime, scheduler_stats, iteration_stats)
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *rest: Any, **named: Any) -> None:
+        """Add one step of the engine. Never raises: vLLM would fail every request that runs."""
+        if self._runtime.trouble is not None:
+            return
+        try:
+            count_step(self._runtime, scheduler_stats, iteration_stats)
+        except Exception:  # noqa: BLE001  outermost guard: serving never fails because of a count
+            self._runtime.fault()
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -70,12 +70,17 @@ def test_a_gateway_sorts_traffic_by_slices_of_bounded_size(known: Identities) ->
     assert identity(known, {"slices": "domain=kitchen"}).slices == ()
 
 
-def test_without_the_secret_its_headers_are_air(known: Identities) -> None:
+def test_without_a_secret_its_headers_are_air(known: Identities) -> None:
     said = {"tenant": "acme", "subject": "bob", "conversation": "c-7", "consent": "train"}
-    public = Identity("public", "", "", None, "chat")
-    assert identity(known, said) == public
-    for secret in ("", "wrong", SECRET + "x", SECRET[:-1]):
-        assert identity(known, {**said, "gateway-secret": secret}) == public
+    assert identity(known, said) == Identity("public", "", "", None, "chat")
+
+
+@pytest.mark.parametrize("secret", ["", "wrong", SECRET + "x", SECRET[:-1]])
+def test_a_wrong_secret_is_a_gateway_out_of_step_whose_tenants_are_not_the_default_one(
+    known: Identities, secret: str
+) -> None:
+    said = {"tenant": "acme", "consent": "train", "gateway-secret": secret}
+    assert identity(known, said) == Identity(asserted="deny", route="chat")
 
 
 @pytest.mark.parametrize("word", ["deny", "DENY", " deny ", "no", "false", ""])
@@ -97,7 +102,7 @@ def test_a_clients_header_beside_the_gateways_makes_the_request_nobodys(known: I
 
 def test_a_wrong_secret_beside_the_right_one_is_a_wrong_secret(known: Identities) -> None:
     ours = [*headers(GATEWAY), (b"gateway-secret", b"guess")]
-    assert known.of(CHAT, ours, b"").tenant == "public"
+    assert known.of(CHAT, ours, b"") == Identity(asserted="deny", route="chat")
 
 
 def test_an_api_key_stands_for_its_tenant(known: Identities) -> None:
@@ -138,10 +143,10 @@ def test_a_new_secret_is_read_and_the_old_one_is_over(
     assert identity(known, GATEWAY).tenant == "acme"
     (tmp_path / "secret").write_text("another")
     os.utime(tmp_path / "secret", ns=(1, 1))
-    assert identity(known, GATEWAY).tenant == "public"
+    assert identity(known, GATEWAY).asserted == "deny"
     assert identity(known, {**GATEWAY, "gateway-secret": "another"}).tenant == "acme"
     (tmp_path / "secret").unlink()
-    assert identity(known, {**GATEWAY, "gateway-secret": "another"}).tenant == "public"
+    assert identity(known, {**GATEWAY, "gateway-secret": "another"}).asserted == "deny"
 
 
 def test_a_subject_is_left_out_without_a_key(tmp_path: Path) -> None:

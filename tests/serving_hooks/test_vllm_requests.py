@@ -189,7 +189,6 @@ def test_a_finished_choice_becomes_one_record_with_what_the_engine_ran(bench: Be
     state = bench.begin(asked, who=ACME._replace(conversation="c-7"))
     state.step(1)
     state.step(2, 3)
-    bench.runtime.serve("4", "d", "t")
     state.spec_decode_metrics = spec([1, 2], [4, 4])
     state.step(4, 8, 9, end="stop")
     (record,) = bench.records()
@@ -200,8 +199,27 @@ def test_a_finished_choice_becomes_one_record_with_what_the_engine_ran(bench: Be
     assert (record.accepted, record.drafted, record.finish_reason) == ((1, 2), (4, 4), "stop")
     assert record.sampling == Sampling(temperature=0.7, top_p=0.9, top_k=0, max_tokens=8, seed=4)
     assert record.slices == {"route": "chat", "stream": "no"}
-    assert (record.drafter_version, record.logprobs) == ("4", None)
+    assert (record.drafter_version, record.logprobs) == ("3", None)
     assert bench.runtime.timing.summary()["count"] == 1
+
+
+def test_a_record_says_when_the_drafter_changed_under_way(bench: Bench) -> None:
+    bench.runtime.serve("3", "d", "t")
+    swapped, undone = bench.begin(), bench.begin(request("chatcmpl-2-0abc"))
+    bench.runtime.serve("4", "d", "t")
+    swapped.step(1, end="stop")
+    bench.runtime.count_swap("failed")
+    undone.step(1, end="stop")
+    bench.begin(request("chatcmpl-3-0abc")).step(1, end="stop")
+    found = [(record.drafter_version, record.slices.get("drafter")) for record in bench.records()]
+    assert found == [("4", "changed"), ("4", "changed"), ("4", None)]
+
+
+def test_what_a_client_writes_into_its_request_id_is_not_kept(bench: Bench) -> None:
+    bench.begin(request("chatcmpl-ana@example.org said so-0abc")).step(1, end="stop")
+    (record,) = bench.records()
+    assert record.record_id == record.conversation_id
+    assert len(record.record_id) == 32
 
 
 def test_streaming_and_not_make_equal_records(bench: Bench) -> None:
@@ -235,7 +253,8 @@ def test_each_choice_is_a_record_of_one_conversation(bench: Bench) -> None:
         "chatcmpl-1-0abc-1",
         "chatcmpl-1-0abc",
     ]
-    assert {record.conversation_id for record in bench.records()} == {"chatcmpl-1"}
+    (conversation,) = {record.conversation_id for record in bench.records()}
+    assert "chatcmpl" not in conversation  # a client may have chosen that name
 
 
 @pytest.mark.parametrize(
