@@ -41,7 +41,7 @@ from draftloop.pipeline.rollout.engine_client import EngineClient
 from draftloop.pipeline.rollout.journal import BOOT, Journal, Memory, RestartNeeded, Served
 from draftloop.pipeline.rollout.outcome import Outcome
 from draftloop.pipeline.rollout.proof import Prover
-from draftloop.pipeline.rollout.restore import NOT_NOW, Restorer
+from draftloop.pipeline.rollout.restore import NOT_NOW, Restorer, came_late
 from draftloop.pipeline.rollout.watch import Watch
 from draftloop.pipeline.stream.audit import Audit
 
@@ -98,9 +98,9 @@ class Agent:
         """One pass: finish what was cut off, read the alias, swap or watch.
 
         Raises LeaseHeldError while another agent holds the engine, RegistryError and StorageError where the champion
-        could not be read or fetched (the engine is as it was), EngineUnreachableError, AdminDeniedError and
-        EngineUnsupportedError where the engine could not be asked (the next pass goes on from there), SwapFailedError
-        if nothing could be loaded any more.
+        could not be read or fetched (the engine is as it was), EngineUnreachableError, AdminDeniedError, SwapBusyError
+        and EngineUnsupportedError where the engine could not be asked (the next pass goes on from there),
+        SwapFailedError if nothing could be loaded any more.
         """
         with lease(self._journal.lock, what="agent"):
             artifact.sweep(self._journal.folder)
@@ -165,6 +165,8 @@ class Agent:
             raise
         memory = self._journal.enter(memory, "STAGED", "files, verdict and target are right")
         before = self._prover.before()
+        if came_late(self._engine.condition(), resting):  # then `before` and `previous` may be of what nobody proved
+            return self._rest(resting, f"the swap to version {resting.version} ended late")
         now = self._registry.champion()
         if now is None or now.version != alias:
             return self._rest(resting, f"the alias moved while version {version} was staged")
@@ -362,7 +364,7 @@ class Agent:
             self._journal.note("resumed", {"state": memory.state, "version": memory.version, "reason": "taking back"})
             return self._take_back(memory, memory.undo, result="rolled_back" if memory.alias_to else "failed")[0]
         if memory.state not in ("SWAPPING", "PROBING"):
-            return memory
+            return self._recover_late(memory)
         version = str(memory.version)
         times = memory.interrupted.get(version, 0) + 1
         reason = f"killed while {memory.state} version {version} (time {times}): the previous drafter is loaded back"
@@ -372,6 +374,15 @@ class Agent:
             kept = {key: why for key, why in memory.refused.items() if key != version}
             return self._journal.keep(memory, refused=kept)
         return memory
+
+    def _recover_late(self, memory: Memory) -> Memory:
+        """Take back a version that came after it was given up: as the champion it is swapped in anew, and proven."""
+        if not came_late(self._engine.condition(), memory):
+            return memory
+        refused = memory.refused
+        reason = f"the swap to version {memory.version} ended late: the previous drafter is loaded back"
+        memory = self._take_back(memory, reason, result="interrupted")[0]
+        return self._journal.keep(memory, refused=refused)
 
     def _refuse(self, resting: Memory, version: str, reason: str) -> tuple[Memory, Outcome]:
         memory = self._journal.keep(

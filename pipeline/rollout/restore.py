@@ -18,6 +18,7 @@ from draftloop.pipeline.errors import (
     SwapBusyError,
     SwapRefusedError,
 )
+from draftloop.pipeline.records import Condition
 from draftloop.pipeline.rollout import examine
 from draftloop.pipeline.rollout.engine_client import EngineClient
 from draftloop.pipeline.rollout.journal import Journal, Memory, Served
@@ -25,6 +26,12 @@ from draftloop.pipeline.rollout.proof import Prover
 
 # Nothing about the drafter: the same step is tried again at a later pass.
 NOT_NOW = (EngineUnreachableError, AdminDeniedError, EngineUnsupportedError, SwapBusyError)
+
+
+def came_late(condition: Condition, memory: Memory) -> bool:
+    """Whether an engine serves the version last under way, which the agent had given up and never proved."""
+    version = condition.version
+    return version is not None and version == memory.version and version != memory.serving.version
 
 
 class Restored(NamedTuple):

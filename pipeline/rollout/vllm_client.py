@@ -142,9 +142,12 @@ class VllmClient:
         return self._status().counters
 
     def condition(self) -> Condition:
-        """Waits for an engine that has just started to know its drafter. Raises EngineUnsupportedError."""
+        """Waits for a swap under way to end, and for an engine that has just started to know its drafter.
+
+        Raises SwapBusyError, EngineUnsupportedError where that does not come to pass.
+        """
         start = time.monotonic()
-        while (status := self._status()).drafter.version is None and not (status.trouble or status.restart_needed):
+        while (status := self._idle(start)).drafter.version is None and not (status.trouble or status.restart_needed):
             if time.monotonic() - start > self._timeout_s:
                 raise EngineUnsupportedError(
                     f"the engine at {self._url} does not know its drafter", mend="look at its log, and ask again"
@@ -162,7 +165,8 @@ class VllmClient:
     def swap(self, folder: Path | None, version: str | None) -> Swapped:
         """Ask for a version by name and digest; the engine reads it from its own staging folder.
 
-        Where the answer is lost, status tells how it went. `pause_ms` is then the time waited. Raises as EngineClient.
+        Where the answer is lost, status tells how it went. `pause_ms` is then the time waited. Raises as EngineClient,
+        and EngineUnreachableError where the request was sent and nothing tells what became of it.
         """
         if folder is None or version is None:
             raise SwapRefusedError(
@@ -173,17 +177,22 @@ class VllmClient:
             raise CheckpointError(f"no complete drafter at {folder}", mend="stage it again")
         digest = (folder / artifact.MARKER).read_text().strip()
         start = time.monotonic()
-        boot_id = self._wait_until_idle(start)
+        boot_id = self._idle(start).boot_id
         try:
             return self._ask_for(version, digest)
         except _Lost as lost:
-            done = self._outcome(version, digest, boot_id, start, lost)
-        if done is not None:
-            return done
-        try:  # it never arrived, or it failed and the reason was lost: asking again does it or tells
-            return self._ask_for(version, digest)
+            first = lost
+        try:
+            done = self._outcome(version, digest, boot_id, start, first)
+            # None: it never arrived, or it failed and the reason was lost: asking again does it or tells
+            return done or self._ask_for(version, digest)
         except _Lost as lost:
             raise SwapFailedError(f"the engine's answers to a swap to version {version} are lost: {lost}") from lost
+        except (SwapBusyError, AdminDeniedError, EngineUnsupportedError, ConfigError) as error:
+            raise EngineUnreachableError(  # the first request may still be carried out
+                f"nobody knows how the swap to version {version} went ({first}): {error.message}",
+                mend=error.mend or "see the engine's log; the agent goes on when it answers again",
+            ) from error
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         found = self.generate(prompts, max_tokens=max_tokens)
@@ -232,15 +241,13 @@ class VllmClient:
 
     # How a swap went whose answer nobody got.
 
-    def _wait_until_idle(self, start: float) -> str:
-        """Let a swap that a killed agent asked for end first; returns the boot id. Raises SwapBusyError."""
-        while True:
-            status = self._status()
-            if not status.swapping:
-                return status.boot_id
+    def _idle(self, start: float) -> _Status:
+        """Status without a swap under way: until it ends, nothing says which drafter stays. Raises SwapBusyError."""
+        while (status := self._status()).swapping:
             if time.monotonic() - start > self._swap_timeout_s:
                 raise SwapBusyError("another swap has been under way all the time", mend="look at the engine's log")
             time.sleep(_POLL_S)
+        return status
 
     def _ask_for(self, version: str, digest: str) -> Swapped:
         raw = self._call("POST", "/swap", {"version": version, "digest": digest}, self._swap_timeout_s)
@@ -249,16 +256,10 @@ class VllmClient:
 
     def _outcome(self, version: str, digest: str, boot_id: str, start: float, lost: _Lost) -> Swapped | None:
         """What status says of a swap whose answer was lost; None: the engine drafts with something else."""
-        while True:
-            try:
-                status = self._status()
-            except EngineUnreachableError as error:
-                raise self._died(version, lost) from error
-            if not status.swapping:
-                break
-            if time.monotonic() - start > self._swap_timeout_s:
-                raise SwapBusyError(f"the swap to version {version} does not end", mend="look at the engine's log")
-            time.sleep(_POLL_S)
+        try:
+            status = self._idle(start)
+        except EngineUnreachableError as error:
+            raise self._died(version, lost) from error
         if status.restart_needed:
             raise ReplicaLostError(status.restart_needed, mend="restart this replica")
         if (status.drafter.version, status.drafter.digest) == (version, digest):

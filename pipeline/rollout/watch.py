@@ -8,6 +8,7 @@ from draftloop.pipeline.rollout.canary import CanaryConfig
 from draftloop.pipeline.rollout.engine_client import EngineClient
 from draftloop.pipeline.rollout.journal import Journal, Memory, State
 from draftloop.pipeline.rollout.outcome import Outcome
+from draftloop.pipeline.rollout.restore import came_late
 
 
 class Watch:
@@ -27,6 +28,8 @@ class Watch:
         """One look; the last value says why the drafter must be taken back, where it must."""
         counters, condition = self._engine.counters(), self._engine.condition()
         serving = condition.version
+        if came_late(condition, memory):
+            return memory, Outcome(memory.state, serving, f"the swap to version {serving} ended late"), None
         if not examine.serves(condition, memory.serving):  # loaded at boot, or by hand
             memory = self._journal.enter(
                 memory,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from admin_twin import AdminTwin, serving
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.errors import (
@@ -28,6 +30,7 @@ from draftloop.pipeline.rollout.agent import Agent, AgentConfig
 from draftloop.pipeline.rollout.canary import CanaryConfig
 from draftloop.pipeline.rollout.engine_client import FakeEngine, Generated, Scores
 from draftloop.pipeline.rollout.journal import Journal
+from draftloop.pipeline.rollout.vllm_client import VllmClient
 from draftloop.pipeline.stream.audit import MemoryAudit
 
 TARGET = Fingerprint(
@@ -355,6 +358,143 @@ def test_a_live_link_that_somebody_moved_is_mended(site: Site) -> None:
     assert site.agent.reconcile().state == "LIVE"
     assert site.journal.live_version() == "1"
     assert [(event["from"], event["to"]) for event in site.events("live-link-mended")] == [("boot", "1")]
+
+
+# Swaps that end when nobody waits for them any more.
+
+
+@dataclass
+class RemoteEngine(LiveEngine):
+    """Its greedy probes leave counters, as those behind the admin route do."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, **sampling: Any) -> Generated:
+        self.calls.append(f"probe {self.version}")
+        found = super().generate(prompts, max_tokens=max_tokens, **sampling)
+        return Generated(found.output_ids, found.margins, self.serve(num_steps=100))
+
+
+class RemoteSite(Site):
+    """The same replica over HTTP; version 1 is live, version 2 was promoted."""
+
+    def __init__(self, tmp_path: Path, twin: AdminTwin, token: Path) -> None:
+        super().__init__(tmp_path)
+        local = self.engine
+        self.engine = twin.engine = RemoteEngine(
+            TARGET, folder=self.folder, tau_of=local.tau_of, digest_of=local.digest_of
+        )
+        self.engine.boot("first")
+        self.twin, self.token = twin, token
+        twin.staging, twin.digest = self.folder / "drafters", self.engine.digest
+        self.agent = self.start()
+        self.settle()
+        self.promote(2.2)
+        self.engine.calls.clear()
+
+    def start(self, **settings: Any) -> Agent:
+        if not hasattr(self, "twin"):
+            return super().start(**settings)
+        return Agent(
+            VllmClient(self.twin.url, self.token, timeout_s=5, swap_timeout_s=settings.pop("swap_timeout_s", 5)),
+            self.registry,
+            self.folder,
+            check_verdict=check_verdict,
+            canary_prompts=PROMPTS,
+            config=CONFIG.model_copy(update={"sampling_check": "off", **settings}),
+        )
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[RemoteSite]:
+    token = tmp_path / "admin.token"
+    token.write_text("secret")
+    with serving(AdminTwin(FakeEngine(TARGET))) as twin:
+        yield RemoteSite(tmp_path, twin, token)
+
+
+TAKEN_BACK_AND_PROVEN = ["swap 2", "swap 1", "probe 1", "probe 1", "swap 2", "probe 2"]
+
+
+def killed_in_the_swap(remote: RemoteSite, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The engine has the request and the agent is dead."""
+
+    def outcome(*args: Any) -> None:
+        raise Killed("waiting")
+
+    remote.twin.swap_fault = fault
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmClient, "_outcome", outcome)
+        with pytest.raises(Killed):
+            remote.agent.reconcile()
+    assert remote.journal.read().state == "SWAPPING"
+    remote.engine.calls.clear()
+
+
+def test_a_restarted_agent_lets_the_swap_end_and_then_proves_what_it_brought(
+    remote: RemoteSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_in_the_swap(remote, monkeypatch, "begin")
+    timer = threading.Timer(0.3, remote.twin.finish)
+    timer.start()
+    outcome = remote.start().reconcile()
+    timer.join()
+    assert (outcome.state, outcome.version) == ("WATCHING", "2")
+    assert remote.engine.calls == TAKEN_BACK_AND_PROVEN
+    assert remote.journal.read().previous.version == "1"
+
+
+def test_a_restarted_agent_decides_nothing_while_the_swap_does_not_end(
+    remote: RemoteSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_in_the_swap(remote, monkeypatch, "begin")
+    before = remote.journal.read()
+    with pytest.raises(SwapBusyError):
+        remote.start(swap_timeout_s=0.1).reconcile()
+    assert remote.journal.read() == before
+    remote.twin.finish()
+    outcome = remote.start().reconcile()
+    assert (outcome.state, outcome.version) == ("WATCHING", "2")
+    assert remote.engine.calls == TAKEN_BACK_AND_PROVEN
+
+
+@pytest.mark.parametrize("name", ["_follow", "_look", "_roll_out", "_previous"])
+def test_a_swap_that_begins_only_after_the_agent_came_back_is_taken_back_and_proven(
+    remote: RemoteSite, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    killed_in_the_swap(remote, monkeypatch, "queue")
+    original = getattr(Agent, name)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if remote.twin.pending is not None:
+            remote.twin.finish()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(Agent, name, late)
+    if name == "_look":
+        remote.registry.set_champion("1", by="ann", reason="look")
+    agent = remote.start()
+    outcome = agent.reconcile()
+    assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "the swap to version 2 ended late")
+    assert (remote.engine.version, remote.journal.live_version()) == ("2", "1")
+    remote.engine.calls.clear()
+    if name == "_look":
+        assert (agent.reconcile().version, remote.engine.calls) == ("1", ["swap 1", "probe 1"])
+        return
+    outcome = agent.reconcile()
+    assert (outcome.state, outcome.version) == ("WATCHING", "2")
+    assert remote.engine.calls == TAKEN_BACK_AND_PROVEN[1:]
+    memory = remote.journal.read()
+    assert (memory.previous.version, memory.refused) == ("1", {})
+
+
+def test_an_agent_that_gave_up_waiting_for_its_own_swap_takes_it_back_and_proves_it(remote: RemoteSite) -> None:
+    remote.twin.swap_fault = "begin"
+    with pytest.raises(EngineUnreachableError, match="nobody knows"):
+        remote.start(swap_timeout_s=0.1).reconcile()
+    assert remote.journal.read().state == "SWAPPING"
+    remote.twin.finish()
+    outcome = remote.start().reconcile()
+    assert (outcome.state, outcome.version) == ("WATCHING", "2")
+    assert remote.engine.calls == ["probe 1", *TAKEN_BACK_AND_PROVEN]
 
 
 # Restarts.

@@ -167,6 +167,60 @@ def test_a_swap_that_never_ends_is_busy(twin: AdminTwin, token_file: Path, secon
         VllmClient(twin.url, token_file, swap_timeout_s=0.1).swap(second, "2")
 
 
+def test_what_serves_is_not_told_before_a_swap_has_ended(twin: AdminTwin, client: VllmClient, second: Path) -> None:
+    twin.leave({"version": "2", "digest": (second / artifact.MARKER).read_text()}, begun=True)
+    timer = threading.Timer(0.3, twin.finish)
+    timer.start()
+    assert client.condition().version == "2"
+    timer.join()
+
+
+def test_while_a_swap_does_not_end_nobody_knows_what_serves(twin: AdminTwin, token_file: Path) -> None:
+    twin.swapping = True
+    client = VllmClient(twin.url, token_file, swap_timeout_s=0.1)
+    for ask in (client.condition, client.drafter_version):
+        with pytest.raises(SwapBusyError, match="all the time"):
+            ask()
+
+
+def test_a_swap_of_ours_that_does_not_end_is_not_known_to_be_refused(
+    twin: AdminTwin, token_file: Path, second: Path
+) -> None:
+    twin.swap_fault = "begin"
+    with pytest.raises(EngineUnreachableError, match="nobody knows how the swap to version 2 went"):
+        VllmClient(twin.url, token_file, swap_timeout_s=0.1).swap(second, "2")
+
+
+def test_a_lost_swap_that_only_begins_when_asked_again_is_not_known_to_be_refused(
+    twin: AdminTwin, client: VllmClient, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin.swap_fault = "queue"
+    original = VllmClient._ask_for
+
+    def ask_for(self: VllmClient, version: str, digest: str) -> Swapped:
+        twin.swapping = twin.pending is not None
+        return original(self, version, digest)
+
+    monkeypatch.setattr(VllmClient, "_ask_for", ask_for)
+    with pytest.raises(EngineUnreachableError, match="another swap is under way"):
+        client.swap(second, "2")
+
+
+def test_a_token_renewed_while_the_answer_was_lost_leaves_the_outcome_open(
+    twin: AdminTwin, client: VllmClient, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin.swap_fault = "begin"
+    original = AdminTwin.leave
+
+    def leave(self: AdminTwin, body: dict[str, Any], *, begun: bool) -> None:
+        original(self, body, begun=begun)
+        self.token = "renewed"
+
+    monkeypatch.setattr(AdminTwin, "leave", leave)
+    with pytest.raises(EngineUnreachableError, match="the admin token is missing or wrong"):
+        client.swap(second, "2")
+
+
 def test_nothing_at_the_address_is_unreachable(token_file: Path) -> None:
     with pytest.raises(EngineUnreachableError, match=r"nothing answers at http://127\.0\.0\.1:9"):
         VllmClient("http://127.0.0.1:9", token_file, timeout_s=2).drafter_version()

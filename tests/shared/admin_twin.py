@@ -39,6 +39,8 @@ class AdminTwin:
     url: str = ""
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     fault: str | None = None  # "drop": not done, not answered; "lose": done, not answered; or an error's class name
+    swap_fault: str | None = None  # unanswered until `finish`: "begin": under way meanwhile; "queue": not even begun
+    pending: dict[str, Any] | None = None  # the swap that `finish` carries out
     swapping: bool = False
     digest: str | None = None
     trouble: dict[str, str] | None = None
@@ -83,6 +85,17 @@ class AdminTwin:
             "capture": {"capturing": False, "counters": None, "last_error": None, "serving_us": {}},
         }
 
+    def leave(self, body: dict[str, Any], *, begun: bool) -> None:
+        """Take a swap without answering, and keep it."""
+        self.requests.append((f"{PREFIX}/swap", body))
+        self.pending, self.swapping = body, begun
+
+    def finish(self) -> None:
+        """Carry out the swap whose caller was lost."""
+        assert self.pending is not None
+        body, self.pending, self.swapping = self.pending, None, False
+        self._swap(body)
+
     def _swap(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.swapping:
             raise SwapBusyError("another swap is under way")
@@ -119,6 +132,11 @@ def serving(twin: AdminTwin) -> Iterator[AdminTwin]:
                 fault, twin.fault = twin.fault, None
             try:
                 if fault == "drop":
+                    self.close_connection = True
+                    return
+                if self.path == f"{PREFIX}/swap" and twin.swap_fault is not None:
+                    kept, twin.swap_fault = twin.swap_fault, None
+                    twin.leave(body, begun=kept == "begin")
                     self.close_connection = True
                     return
                 if self.path.startswith(PREFIX) and not hmac.compare_digest(
