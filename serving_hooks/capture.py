@@ -13,28 +13,19 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from time import time_ns
 
 from draftloop.pipeline.records import Consent
 from draftloop.pipeline.stream.policy import Assertion, ConsentPolicy, decide
-from draftloop.serving_hooks.finished import FinishedRequest, Later, hold, moment, pack
+from draftloop.serving_hooks.finished import FinishedRequest, Later, hold, pack
 from draftloop.serving_hooks.outbox import CaptureLimits, Outbox
 from draftloop.serving_hooks.packer import Packer
 from draftloop.serving_hooks.sender import Sender, Sink
 
-__all__ = ["Admission", "CaptureHook", "CaptureLimits", "FinishedRequest"]
+__all__ = ["CaptureHook", "CaptureLimits", "FinishedRequest"]
 
+_MOST_STANDING = 4096
 _NUM_THREADS = 2  # the packer and the sender
-
-
-class Admission(NamedTuple):
-    """A request that may be kept, as decided when it began."""
-
-    tenant: str
-    request_id: str
-    asserted: Assertion | None
-    policy: ConsentPolicy
-    consent: Consent
 
 
 class CaptureHook:
@@ -54,7 +45,7 @@ class CaptureHook:
         limits: CaptureLimits | None = None,
     ) -> None:
         """open_log is called by the sender, again and again until it works. target: digest of the fingerprint."""
-        self._policy = policy
+        self._rules: tuple[ConsentPolicy, dict[tuple[str, Assertion | None], Consent]] = policy, {}  # and what stands
         self._target = target
         self._open_log = open_log
         self._topic = topic
@@ -65,7 +56,7 @@ class CaptureHook:
 
     def set_policy(self, policy: ConsentPolicy) -> None:
         """Decide by this policy from the next offer on."""
-        self._policy = policy
+        self._rules = policy, {}
 
     def offer(self, request: FinishedRequest) -> None:
         """Take a finished request, or count why not. Never blocks, never raises."""
@@ -74,31 +65,21 @@ class CaptureHook:
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             self._outbox.refuse("unexpected")
 
-    def admit(self, tenant: str, request_id: str, asserted: Assertion | None = None) -> Admission | None:
-        """Whether a request that begins now may be kept; None, counted as offered and dropped, if not."""
-        policy = self._policy
-        decision = decide(policy, tenant, request_id, asserted=asserted)
-        if decision.consent is None:
-            self._outbox.refuse(f"policy:{decision.reason}")
-            return None
-        return Admission(tenant, request_id, asserted, policy, decision.consent)
+    def admits(self, tenant: str, request_id: str, asserted: Assertion | None) -> bool:
+        """Whether a request that begins now may be kept; counts it as offered and dropped if not."""
+        return self._consent(tenant, request_id, asserted) is not None
 
-    def offer_later(self, admission: Admission, size: int, make: Callable[[], FinishedRequest]) -> None:
-        """Take an admitted request that has finished: `make` puts it together in another thread. Never raises.
-
-        size: the memory it takes at most until then. The policy of this moment decides once more.
-        """
+    def offer_later(
+        self, tenant: str, request_id: str, asserted: Assertion | None, size: int, make: Callable[[], FinishedRequest]
+    ) -> None:
+        """As offer, of what `make` puts together in another thread; until then it takes at most `size` bytes."""
         try:
-            tenant, request_id, asserted, policy, consent = admission
-            if policy is not self._policy or tenant in policy.ending:
-                decision = decide(self._policy, tenant, request_id, asserted=asserted)
-                if decision.consent is None:
-                    self._outbox.refuse(f"policy:{decision.reason}")
-                    return
-                consent = decision.consent
+            consent = self._consent(tenant, request_id, asserted)
+            if consent is None:
+                return
             if len(self._threads) < _NUM_THREADS:
                 self._start()
-            if not self._outbox.hand_over(Later(make, consent, moment()), size):
+            if not self._outbox.hand_over(Later((make, consent, time_ns() // 1_000_000)), size):
                 self._offer(make())
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             self._outbox.refuse("unexpected")
@@ -132,21 +113,33 @@ class CaptureHook:
         """Count a request that no policy can allow, as offered and dropped."""
         self._outbox.refuse(reason)
 
+    def _consent(self, tenant: str, request_id: str, asserted: Assertion | None) -> Consent | None:
+        """The policy's of this moment; None, counted, where it has none."""
+        policy, standing = self._rules
+        consent = standing.get((tenant, asserted))
+        if consent is not None:
+            return consent
+        consent, reason = decide(policy, tenant, request_id, asserted=asserted)
+        if consent is None:
+            self._outbox.refuse(f"policy:{reason}")
+        elif policy.stands(tenant) and len(standing) < _MOST_STANDING:
+            standing[tenant, asserted] = consent
+        return consent
+
     def _offer(self, request: FinishedRequest) -> None:
         outbox = self._outbox
         try:
-            decision = decide(self._policy, request.tenant, request.request_id, asserted=request.asserted)
-            if decision.consent is None:
-                outbox.refuse(f"policy:{decision.reason}")
+            consent = self._consent(request.tenant, request.request_id, request.asserted)
+            if consent is None:
                 return
             if len(self._threads) < _NUM_THREADS:
                 self._start()
-            held = hold(request, decision.consent)
+            held = hold(request, consent)
             if held is not None and outbox.hand_over(held, held.most_bytes):
                 return
             if outbox.would_refuse(request.least_bytes):  # packing is for what has a place
                 return
-            value = pack(request, decision.consent, self._target)
+            value = pack(request, consent, self._target)
             key = request.conversation_id.encode()
         except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
             outbox.refuse("invalid")

@@ -50,17 +50,19 @@ class FinishedRequest:
         return 4 * (len(self.prompt_ids) + len(self.output_ids) + logprobs) + len(self.accepted) + len(self.drafted)
 
 
-class Later(NamedTuple):
-    """A finished request that is put together where it is packed. `make` holds nothing that the engine can change."""
+class Later(tuple[Callable[[], FinishedRequest], Consent, int]):
+    """A finished request that is put together where it is packed: (make, consent, Unix time in ms).
 
-    make: Callable[[], FinishedRequest]
-    consent: Consent
-    time_ms: int
+    A plain tuple underneath, since it is made on the serving path. `make` holds nothing that the engine changes.
+    """
+
+    __slots__ = ()
 
     def packed(self, target: str) -> tuple[bytes, bytes]:
         """Key and value of the entry. Raises AttributeError, OverflowError, TypeError, ValueError: no request."""
-        request = self.make()
-        return request.conversation_id.encode(), pack(request, self.consent, target, time_ms=self.time_ms)
+        make, consent, time_ms = self
+        request = make()
+        return request.conversation_id.encode(), pack(request, consent, target, time_ms=time_ms)
 
 
 class Held(NamedTuple):

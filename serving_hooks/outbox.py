@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -41,19 +41,14 @@ class CaptureLimits(BaseModel):
     retry_for_s: float = Field(default=600.0, gt=0)  # what failed and is older is counted under what kept it
 
 
-class Parcel(NamedTuple):
-    """What was offered and is not an entry yet."""
-
-    size: int  # memory it is counted with
-    since: float  # monotonic time of the offer
-    content: Any  # what the packer makes an entry of
-
+# What was offered and is no entry yet: memory it is counted with, monotonic time of the offer, what it is made of.
+# A plain tuple: it is made on the serving path.
+Parcel = tuple[int, float, Any]
 
 # Parcels are heavy, an id being an object: they get this share of the bytes, and what does not fit is packed where it
 # was offered.
 PARCEL_SHARE = 4
-_GATHER_S = 0.01  # the packer looks that often while there is traffic: a wake-up costs whoever gives it 10 us
-_ALERT_S = 1.0  # without any for that long it sleeps until it is woken
+_LOOK_S = 0.02  # the packer looks that often: to wake it would cost the serving path more than all the rest
 _SPELL_S, _REST_S = 0.0003, 0.0001  # it lets go of the interpreter after each spell of packing
 
 
@@ -62,13 +57,14 @@ class Outbox:
 
     def __init__(self, limits: CaptureLimits) -> None:
         self._limits = limits
+        self._most_held, self._most_queued = limits.max_records, limits.max_bytes
+        self._most_unpacked = limits.max_bytes // PARCEL_SHARE
         self._lock = threading.RLock()  # guards everything below; never held during I/O
         self._changed = threading.Condition(self._lock)
-        self._parcel_came = threading.Condition(self._lock)
+        self._urged = threading.Condition(self._lock)
         self._parcels: deque[Parcel | bytes] = deque()  # appended to under the lock, popped from by the packer alone
         self._unpacked = 0  # parcels queued and in the packer's hands
         self._unpacked_bytes = 0
-        self._packer_waits = False
         self._spell_began = 0.0
         self._queue: deque[bytes] = deque()  # appended to under the lock, popped from by the taker alone
         self._in_flight: list[bytes] = []
@@ -91,18 +87,21 @@ class Outbox:
 
     def hand_over(self, content: Any, size: int) -> bool:
         """Queue a parcel that takes at most that much memory, or count why not; False: no room but for an entry."""
-        parcel = Parcel(size, time.monotonic(), content)
-        limits = self._limits
+        parcel = size, time.monotonic(), content
         with self._lock:
-            if self._unpacked_bytes + size > limits.max_bytes // PARCEL_SHARE:
+            queued = self._queued_bytes + size
+            unpacked = self._unpacked_bytes + size
+            if unpacked > self._most_unpacked or queued > self._most_queued:
                 return False
-            if self._queued_bytes + size > limits.max_bytes:
-                return False
-            reason = self._refusal(0)
-            if reason is None:
-                self._accept(parcel, size)
-            else:
-                self._count(reason)
+            if self._closed_to_offers is not None or self._held >= self._most_held:
+                self._count(self._closed_to_offers or "queue_full_records")
+                return True
+            self._offered += 1
+            self._held += 1
+            self._unpacked += 1
+            self._unpacked_bytes = unpacked
+            self._queued_bytes = queued
+            self._parcels.append(parcel)
             return True
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -113,37 +112,37 @@ class Outbox:
             reason = self._refusal(size)
             if reason is not None:
                 self._count(reason)
-            elif self._unpacked:
-                self._accept(entry, size)
-            else:
-                self._offered += 1
-                self._held += 1
-                self._queued_bytes += size
-                self._queue.append(entry)
-                if self._wants and self._has(self._wants):
-                    self._changed.notify_all()
-                    self._wants = 0
+                return
+            self._offered += 1
+            self._held += 1
+            self._queued_bytes += size
+            if self._unpacked:
+                self._unpacked += 1
+                self._unpacked_bytes += size
+                self._parcels.append(entry)
+                return
+            self._queue.append(entry)
+            if self._wants and self._has(self._wants):
+                self._changed.notify_all()
+                self._wants = 0
 
     def next_parcel(self) -> Parcel | bytes | None:
         """Wait for a parcel, or an entry put behind some; None: the outbox is closed and nothing is left to pack."""
-        now = time.monotonic()
-        if self._parcels and not self._is_urgent() and now - self._spell_began > _SPELL_S:
+        if self._parcels and not self._is_urgent() and time.monotonic() - self._spell_began > _SPELL_S:
             time.sleep(_REST_S)
             self._spell_began = time.monotonic()
-        alert_until = now + _ALERT_S
-        with self._parcel_came:
+        with self._urged:
             while not self._parcels:
                 if self._closing:
                     return None
-                self._packer_waits = time.monotonic() >= alert_until
-                self._parcel_came.wait(None if self._packer_waits else _GATHER_S)
-                self._packer_waits = False
+                self._urged.wait(_LOOK_S)
                 self._spell_began = time.monotonic()
             return self._parcels.popleft()
 
     def pack(self, parcel: Parcel, key: bytes, value: bytes) -> None:
         """A parcel has become this entry."""
-        self._settle_parcel(parcel.size, _entry(parcel.since, key, value))
+        size, since, _ = parcel
+        self._settle_parcel(size, _entry(since, key, value))
 
     def pass_on(self, entry: bytes) -> None:
         """An entry that was put behind parcels has none before it any more."""
@@ -151,7 +150,7 @@ class Outbox:
 
     def reject(self, parcel: Parcel, reason: str) -> None:
         """A parcel cannot become an entry."""
-        self._settle_parcel(parcel.size, reason)
+        self._settle_parcel(parcel[0], reason)
 
     def would_refuse(self, size: int) -> bool:
         """Whether an entry of at least that size has no place now; counts it as dropped if so."""
@@ -225,7 +224,7 @@ class Outbox:
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
-            self._parcel_came.notify_all()
+            self._urged.notify_all()
             done = self._changed.wait_for(lambda: not self._held, timeout_s)
             self._flushing -= 1
             return done
@@ -243,7 +242,7 @@ class Outbox:
             self._parcels, self._queue, self._in_flight = deque(), deque(), []
             self._held = self._queued_bytes = self._unpacked = self._unpacked_bytes = 0
             self._changed.notify_all()
-            self._parcel_came.notify_all()
+            self._urged.notify_all()
         return drained
 
     def refuse_all(self, reason: str) -> None:
@@ -267,18 +266,6 @@ class Outbox:
                 "send_errors": self._send_errors,
                 **{f"dropped.{reason}": count for reason, count in sorted(self._dropped.items()) if count},
             }
-
-    def _accept(self, parcel: Parcel | bytes, size: int) -> None:
-        """Under the lock. The wake-up comes last: a signal in it must find the account whole."""
-        self._offered += 1
-        self._held += 1
-        self._unpacked += 1
-        self._unpacked_bytes += size
-        self._queued_bytes += size
-        self._parcels.append(parcel)
-        if self._packer_waits:
-            self._parcel_came.notify_all()
-            self._packer_waits = False
 
     def _settle_parcel(self, size: int, outcome: bytes | str) -> None:
         entry = outcome if isinstance(outcome, bytes) else b""

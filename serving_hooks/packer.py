@@ -23,7 +23,7 @@ class Packer:
 
     def _pack(self, parcel: Parcel) -> None:
         try:
-            key, value = parcel.content.packed(self._target)
+            key, value = parcel[2].packed(self._target)
         except (AttributeError, OverflowError, TypeError, ValueError):  # something of it is of another type
             self._outbox.reject(parcel, "invalid")
         except Exception:  # noqa: BLE001  the thread's outermost guard: one odd request must not end capture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -33,10 +33,10 @@ class ConsentPolicy(BaseModel):
     default: Literal["deny"] = "deny"
     tenants: dict[str, TenantConsent] = Field(default_factory=dict)
 
-    @cached_property
-    def ending(self) -> frozenset[str]:
-        """Tenants whose permission has an end: what was allowed once may not be now."""
-        return frozenset(name for name, permission in self.tenants.items() if permission.expires is not None)
+    def stands(self, tenant: str) -> bool:
+        """Whether what is decided about one request of a tenant holds for all of them, at any time."""
+        permission = self.tenants.get(tenant)
+        return permission is None or (permission.expires is None and permission.sample_rate >= 1.0)
 
 
 Assertion = Literal["train", "deny"]  # what somebody the server trusts says about one request; None: nothing

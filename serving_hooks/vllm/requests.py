@@ -11,11 +11,10 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 from draftloop.pipeline.records import FinishReason, Sampling
-from draftloop.serving_hooks.capture import Admission
 from draftloop.serving_hooks.finished import FinishedRequest
 from draftloop.serving_hooks.vllm import versions
 from draftloop.serving_hooks.vllm.counting import discount_internal, install_counting
@@ -88,21 +87,20 @@ def _begin(runtime: Runtime, state: Any, request: Any) -> None:
     hook, params = runtime.hook, request.sampling_params
     if hook is None or not runtime.capturing or params is None:  # None: pooling, nothing is generated
         return
-    begun = perf_counter()
+    begun = thread_time()
     identity, parent = caller(), state.parent_req
     name = state.request_id if parent is None else parent.request_id
-    admission = hook.admit(identity.tenant, name, identity.asserted)
-    if admission is not None:
+    if hook.admits(identity.tenant, name, identity.asserted):
         unfit = _unfit(request)
         if unfit is None:
-            choice = _Choice(runtime, admission, identity, state, params)
+            choice = _Choice(runtime, name, identity, state, params)
             setattr(state, _OWN, choice)
             if params.stop or params.structured_outputs is not None:
                 setattr(state, _STEP, _stepping(choice, getattr(state, _STEP)))
-            choice.cost = perf_counter() - begun
+            choice.cost = thread_time() - begun
             return
         hook.refuse(unfit)
-    runtime.timing.add(perf_counter() - begun)
+    runtime.timing.add(thread_time() - begun)
 
 
 def _unfit(request: Any) -> str | None:
@@ -128,11 +126,11 @@ class _Choice:
     """
 
     __slots__ = (
-        "_admission",
         "_drafter",
         "_end",
         "_epoch",
         "_identity",
+        "_name",
         "_num_outputs",
         "_params",
         "_plain",
@@ -142,8 +140,8 @@ class _Choice:
         "emitted",
     )
 
-    def __init__(self, runtime: Runtime, admission: Admission, identity: Identity, state: Any, params: Any) -> None:
-        self._runtime, self._admission, self._identity = runtime, admission, identity
+    def __init__(self, runtime: Runtime, name: str, identity: Identity, state: Any, params: Any) -> None:
+        self._runtime, self._name, self._identity = runtime, name, identity
         self._state, self._params, self._plain = state, params, getattr(state, _OWN)
         self._epoch = runtime.epoch
         self.emitted: list[int] | None = None
@@ -158,11 +156,12 @@ class _Choice:
 
     def end(self, reason: str) -> None:
         """Hand the choice over. Never raises."""
-        begun = perf_counter()
+        begun = thread_time()
         try:
             state, runtime = self._state, self._runtime
             own = vars(state)
-            own.pop(_STEP, None)
+            if self.emitted is not None:
+                own.pop(_STEP, None)
             if own.pop(_OWN, None) is None:  # once a choice, from whatever thread; and the cycle is open again
                 return
             self._plain = None
@@ -178,8 +177,9 @@ class _Choice:
             size = _STATE_BYTES + _TOKEN_BYTES * (len(state.prompt_token_ids) + 2 * num_outputs)
             if self._params.logprobs is not None:
                 size += _LOGPROB_BYTES * num_outputs * (1 + max(0, self._params.logprobs))
-            hook.offer_later(self._admission, size, self._finished)
-            runtime.timing.add(self.cost + perf_counter() - begun)
+            identity = self._identity
+            hook.offer_later(identity.tenant, self._name, identity.asserted, size, self._finished)
+            runtime.timing.add(self.cost + thread_time() - begun)
         except Exception:  # noqa: BLE001  outermost guard: capture never fails a request
             _count_fault()
 
@@ -192,8 +192,8 @@ class _Choice:
         accepted, drafted = self._steps()
         logprobs = state.logprobs_processor.logprobs if self._runtime.takes_logprobs else None
         return FinishedRequest(
-            request_id=_plain_name(self._admission.request_id),
-            conversation_id=identity.conversation or _hashed(self._admission.request_id),
+            request_id=_plain_name(self._name),
+            conversation_id=identity.conversation or _hashed(self._name),
             tenant=identity.tenant,
             subject=identity.subject,
             prompt_ids=state.prompt_token_ids,

@@ -8,7 +8,7 @@ _KEPT = 4096
 
 
 class Timing:
-    """One thread writes. Times are microseconds a request, its start and its end together."""
+    """One thread writes. Times are microseconds of its processor time a request, start and end together."""
 
     def __init__(self) -> None:
         self._recent = array("d", bytes(8 * _KEPT))
