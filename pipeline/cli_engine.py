@@ -116,5 +116,7 @@ def engine_files(
     answer(
         files.to_dict(),
         json_out,
-        f"start the server with:\n  {files.command}\nand its agent with:\n  draftloop agent --config {files.agent}",
+        f"start the server with:\n  {files.command}\nand its agent with:\n  draftloop agent --config {files.agent}\n"
+        f"Nobody is captured before [identity] in {files.settings} says whose a request is: default_tenant for a server "
+        "of one tenant, api_keys, or a gateway's secret.",
     )

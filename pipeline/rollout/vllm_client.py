@@ -124,9 +124,7 @@ class VllmClient:
     def fingerprint(self) -> Fingerprint:
         """Raises EngineUnsupportedError where the plug-in is not set up, or in trouble."""
         status = self._status()
-        if status.trouble is not None or status.fingerprint is None:
-            why, mend = (status.trouble.message, status.trouble.mend) if status.trouble else ("no fingerprint", None)
-            raise EngineUnsupportedError(f"the engine at {self._url} cannot be swapped: {why}", mend=mend)
+        self._require_set_up(status)
         try:
             return Fingerprint.from_dict(status.fingerprint)
         except msgspec.ValidationError as error:
@@ -134,6 +132,11 @@ class VllmClient:
                 f"the engine at {self._url} names its target in another form: {error}",
                 mend="the same draftloop on both sides",
             ) from error
+
+    def _require_set_up(self, status: _Status) -> None:
+        if status.trouble is not None or status.fingerprint is None:
+            why, mend = (status.trouble.message, status.trouble.mend) if status.trouble else ("no fingerprint", None)
+            raise EngineUnsupportedError(f"the engine at {self._url} cannot be swapped: {why}", mend=mend)
 
     def drafter_version(self) -> str | None:
         return self.condition().version
@@ -147,7 +150,8 @@ class VllmClient:
         Raises SwapBusyError, EngineUnsupportedError where that does not come to pass.
         """
         start = time.monotonic()
-        while (status := self._idle(start)).drafter.version is None and not (status.trouble or status.restart_needed):
+        while (status := self._idle(start)).drafter.version is None and status.restart_needed is None:
+            self._require_set_up(status)
             if time.monotonic() - start > self._timeout_s:
                 raise EngineUnsupportedError(
                     f"the engine at {self._url} does not know its drafter", mend="look at its log, and ask again"

@@ -242,6 +242,9 @@ def test_a_plug_in_in_trouble_says_which(twin: AdminTwin, client: VllmClient) ->
     twin.trouble = {"class": "ConfigError", "message": "no fingerprint in target.json", "mend": "write it"}
     with pytest.raises(EngineUnsupportedError, match=r"no fingerprint in target\.json"):
         client.fingerprint()
+    twin.engine.version = None
+    with pytest.raises(EngineUnsupportedError, match=r"no fingerprint in target\.json"):
+        client.condition()  # or an agent would take it for an engine without a drafter
 
 
 def test_another_form_of_status_is_unsupported(
