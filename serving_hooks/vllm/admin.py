@@ -26,7 +26,7 @@ from draftloop.pipeline.errors import (
 )
 from draftloop.serving_hooks.vllm import identity, probe, versions, wake
 from draftloop.serving_hooks.vllm.admin_auth import NoTokenError, require_admin
-from draftloop.serving_hooks.vllm.audit import Audit
+from draftloop.serving_hooks.vllm.audit import Audit, Denials
 from draftloop.serving_hooks.vllm.runtime import Runtime, current
 from draftloop.serving_hooks.vllm.status import status
 from draftloop.serving_hooks.vllm.swap import Swapper
@@ -62,6 +62,7 @@ class AdminPlugin:
         self._engine: Any = None
         self._swapper: Swapper | None = None
         self._audit = _audit(self._runtime)
+        self._denials = Denials(lambda reason: self._write_now("denied", SwapRequest("", ""), reason))
         self._weights: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
         self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
@@ -145,6 +146,8 @@ class AdminPlugin:
         except InputError as error:
             await self._write("refused", SwapRequest("", ""), f"{type(error).__name__}: {error.message}")
             raise
+        except Exception as error:  # outermost guard: a caller that hangs up in the middle of its body is one
+            raise await self._unforeseen(SwapRequest("", ""), error) from error
         running = asyncio.create_task(self._swap_written_down(asked))
         self._swaps.add(running)  # asyncio itself holds tasks weakly
         running.add_done_callback(self._swaps.discard)
@@ -159,8 +162,16 @@ class AdminPlugin:
             outcome = "failed" if isinstance(error, SwapFailedError) else "refused"
             await self._write(outcome, asked, f"{type(error).__name__}: {error.message}")
             raise
+        except Exception as error:  # outermost guard of the route
+            raise await self._unforeseen(asked, error) from error
         await self._write("done", asked, None)
         return asdict(done)
+
+    async def _unforeseen(self, asked: SwapRequest, error: Exception) -> SwapFailedError:
+        reason = f"{type(error).__name__}: {error}"
+        _log.error("draftloop: a swap failed in a way nobody foresaw", exc_info=error)
+        await self._write("failed", asked, reason)
+        return SwapFailedError(f"the swap failed: {reason}", mend="see the engine's log")
 
     async def _probe(self, request: Any) -> dict[str, Any]:
         return await probe.probe(self._engine, await _body(request, probe.ProbeRequest, _LARGE))
@@ -194,7 +205,7 @@ class AdminPlugin:
                 require_admin(settings.swap if settings else None, request.headers, client)
             except AdminDeniedError as error:
                 if path == "/swap":
-                    await self._write("denied", SwapRequest("", ""), error.message)
+                    await self._denials.add(error.message)
                 return _refused(error, 401 if isinstance(error, NoTokenError) else 403)
             try:
                 return _answer(await handler(request), 200)
@@ -204,14 +215,18 @@ class AdminPlugin:
         return endpoint
 
     async def _write(self, outcome: str, asked: SwapRequest, reason: str | None) -> None:
+        await asyncio.to_thread(self._write_now, outcome, asked, reason)
+
+    def _write_now(self, outcome: str, asked: SwapRequest, reason: str | None) -> bool:
         if self._audit is None:
-            return
+            return True
         line = {"version": asked.version or None, "digest": asked.digest or None, "reason": reason}
-        serving = self._runtime.served.version
         try:
-            await asyncio.to_thread(self._audit.write, SWAP, outcome, serving=serving, **line)
+            self._audit.write(SWAP, outcome, serving=self._runtime.served.version, **line)
         except StorageError as error:  # it could be written before: what has happened since is answered all the same
             _log.error("%s; lost: %s %s", error, outcome, line)
+            return False
+        return True
 
 
 def _audit(runtime: Runtime) -> Audit | None:

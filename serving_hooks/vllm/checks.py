@@ -112,7 +112,12 @@ def check_version(version: str, digest: str, boot: Boot, rules: Rules) -> Checke
     if not _VERSION.fullmatch(version):
         raise InputError(f"version {version!r} is no plain version", mend="name a version, not a path")
     folder = rules.staging / version
-    _check_plain(folder, rules.max_bytes)
+    try:
+        _check_plain(folder, rules.max_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"drafter {folder} cannot be read: {error}", mend="check the disk and the folder's rights"
+        ) from None
     manifest, found = _opened(folder)
     if found != digest:
         raise SwapRefusedError(
@@ -153,7 +158,10 @@ def _opened(folder: Path) -> tuple[Manifest, str]:
     for name in (CONFIG, WEIGHTS):
         if name not in manifest.files:
             raise CheckpointError(f"drafter {folder} has no {name}", mend=_MAKE_AGAIN)
-    return manifest, (folder / artifact.MARKER).read_text().strip()
+    try:
+        return manifest, (folder / artifact.MARKER).read_text().strip()
+    except OSError as error:
+        raise CheckpointError(f"drafter {folder}: {artifact.MARKER}: {error}", mend=_MAKE_AGAIN) from None
 
 
 def _fingerprint(folder: Path, manifest: Manifest) -> Fingerprint:

@@ -23,7 +23,10 @@ _STACKED = {
     "up_proj": ("gate_up_proj", 1),
 }
 _NOT_LOADED = frozenset({"t2d"})  # the inverse map, which engines do not use
-_ROWS = 256  # rows of the identity matrix at once
+# What one short call compares at most: requests run only between two calls.
+_BYTES = 16 * 2**20  # of a plain weight
+_COLUMNS = range(16, 257)  # of a packed weight; fewer than the first are no quicker, its kernel reads all of it
+_PRODUCTS = 2**30  # of a packed weight, as far as _COLUMNS allow
 
 
 class Place(NamedTuple):
@@ -36,6 +39,13 @@ class Place(NamedTuple):
     columns: slice
 
 
+class Piece(NamedTuple):
+    """What is compared at once: rows of a plain weight, or columns of a packed one."""
+
+    packed: bool
+    of: range
+
+
 def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     """The digest a drafter's manifest names: sha256 over names, shapes, dtypes and bytes, in name order."""
     digest = hashlib.sha256()
@@ -46,15 +56,30 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def differing(model: nn.Module, tensors: Mapping[str, Tensor], columns: int | None = None) -> list[str]:
+def differing(
+    model: nn.Module, tensors: Mapping[str, Tensor], columns: int | None = None, piece: int | None = None
+) -> list[str]:
     """Names of the file's tensors that the live drafter does not hold exactly.
 
-    columns: look at this many, evenly spread, columns of each packed weight; None for all. A drafter that was not
-    loaded, or another one, differs in all of them.
+    columns: look at this many, evenly spread, columns of each packed weight; None for all. piece: look at this piece
+    of each tensor, of those `pieces` counts; one past the end differs in nothing. A drafter that was not loaded, or
+    another one, differs in all of them.
     """
     return [
-        name for name, value in tensors.items() if name not in _NOT_LOADED and not _same(model, name, value, columns)
+        name
+        for name, value in tensors.items()
+        if name not in _NOT_LOADED and not _same(model, name, value, columns, piece)
     ]
+
+
+def pieces(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Into how many pieces each of the file's tensors is cut on this worker; one at least."""
+    counts = {}
+    for name, value in tensors.items():
+        if name not in _NOT_LOADED:
+            place = _place(model, name, value)
+            counts[name] = 1 if place is None else max(1, len(_cut(place, _wanted(place, value), None)))
+    return counts
 
 
 def model_digest(model: nn.Module) -> str:
@@ -66,31 +91,52 @@ def model_digest(model: nn.Module) -> str:
     for name, module in sorted(model.named_modules()):
         if is_packed(module) and (inputs := _inputs(module)) is not None:
             digest.update(name.encode())
-            for piece in _pieces(range(inputs)):
-                digest.update(_bytes(_unpacked(module, inputs, piece)))
+            # A piece at a time: the identity of a wide layer would be as large as the layer.
+            for piece in _ranges(range(inputs), _COLUMNS[-1]):
+                digest.update(_bytes(_unpacked(module, inputs, torch.tensor(piece))))
     return digest.hexdigest()
 
 
-def _same(model: nn.Module, name: str, value: Tensor, columns: int | None) -> bool:
+def _same(model: nn.Module, name: str, value: Tensor, columns: int | None, piece: int | None) -> bool:
     place = _place(model, name, value)
     if place is None:
         return False
-    wanted = value[place.rows] if value.ndim == 1 else value[place.rows, place.columns]
-    live = getattr(place.module, place.attribute)
-    end = place.row + wanted.shape[0]
-    plain: bool = live.numel() > 0
-    if plain and not torch.equal(live.detach()[place.row : end].cpu(), wanted.to(live.dtype)):
+    wanted = _wanted(place, value)
+    cut = _cut(place, wanted, columns)
+    if not cut:  # no weight to compare with
         return False
-    if place.attribute != "weight" or not is_packed(place.module):
-        return plain
-    inputs = wanted.shape[1]
-    step = max(1, inputs // columns) if columns else 1
-    for piece in _pieces(range(0, inputs, step)):
-        if not torch.equal(
-            _unpacked(place.module, inputs, piece)[place.row : end], _normal(wanted[:, piece], live.dtype)
-        ):
-            return False
-    return True
+    return all(_equal(place, wanted, one) for one in (cut if piece is None else cut[piece : piece + 1]))
+
+
+def _wanted(place: Place, value: Tensor) -> Tensor:
+    """What this worker holds of a file's tensor."""
+    return value[place.rows] if value.ndim == 1 else value[place.rows, place.columns]
+
+
+def _cut(place: Place, wanted: Tensor, columns: int | None) -> list[Piece]:
+    live: Tensor = getattr(place.module, place.attribute)
+    rows = wanted.shape[0]
+    cut = []
+    if live.numel():
+        a_row = wanted.numel() // rows * max(wanted.element_size(), live.element_size()) if rows else 1
+        cut += [Piece(False, one) for one in _ranges(range(rows), max(1, _BYTES // a_row))]
+    if place.attribute == "weight" and is_packed(place.module):
+        inputs = wanted.shape[1]
+        at_once = min(max(_PRODUCTS // max(1, inputs * rows), _COLUMNS[0]), _COLUMNS[-1])
+        step = max(1, inputs // columns) if columns else 1
+        cut += [Piece(True, one) for one in _ranges(range(0, inputs, step), at_once)]
+    return cut
+
+
+def _equal(place: Place, wanted: Tensor, piece: Piece) -> bool:
+    """Compared where the live weight lies: what moves is a piece of the file's."""
+    live: Tensor = getattr(place.module, place.attribute)
+    if piece.packed:
+        columns = torch.tensor(piece.of)
+        found = _unpacked(place.module, wanted.shape[1], columns)[place.row : place.row + wanted.shape[0]]
+        return torch.equal(found, _normal(wanted[:, columns], live.dtype))
+    found = live.detach()[place.row + piece.of.start : place.row + piece.of.stop]
+    return torch.equal(found, wanted[piece.of.start : piece.of.stop].to(device=live.device, dtype=live.dtype))
 
 
 def _place(model: nn.Module, name: str, value: Tensor) -> Place | None:
@@ -154,10 +200,9 @@ def _unpacked(module: Any, inputs: int, columns: Tensor) -> Tensor:
     return _normal(read, module.weight.dtype)
 
 
-def _pieces(columns: range) -> Iterator[Tensor]:
-    """A read-out a piece at a time: the identity of a wide layer would be as large as the layer."""
-    for start in range(0, len(columns), _ROWS):
-        yield torch.tensor(columns[start : start + _ROWS])
+def _ranges(whole: range, length: int) -> list[range]:
+    """The range in pieces of that length, the last one shorter."""
+    return [whole[start : start + length] for start in range(0, len(whole), length)]
 
 
 def _normal(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,19 +64,27 @@ class DraftDisk(WeightTransferEngine):  # type: ignore[misc]
         self.copies: dict[Slot, Copy] = {}
         self._reading: threading.Thread | None = None
         self._error: DraftloopError | None = None
+        self._turn = 0  # of the read whose outcome counts
+        self._ending = threading.Lock()
 
     # Reading, while requests run.
 
-    def stage(self, path: str, sha256: str) -> None:
-        """Begin to read a weights file into the staged slot."""
-        if self._reading is not None:
-            self._reading.join()
-        self._error = None
-        self.copies.pop("staged", None)
+    def stage(self, path: str, sha256: str) -> bool:
+        """Begin to read a weights file into the staged slot; False where the last one is still being read.
+
+        Never waits: requests stand still meanwhile, and a file system that hangs would keep the engine for good.
+        """
+        if self._reading is not None and self._reading.is_alive():
+            return False
+        with self._ending:
+            self._turn += 1
+            self._error = None
+            self.copies.pop("staged", None)
         self._reading = threading.Thread(
-            target=self._read, args=(Path(path), sha256), name="draftloop-stage", daemon=True
+            target=self._read, args=(self._turn, Path(path), sha256), name="draftloop-stage", daemon=True
         )
         self._reading.start()
+        return True
 
     def staged(self) -> dict[str, str | None] | None:
         """How reading ended: {"digest", "error", "mend"}; None while it goes on."""
@@ -93,11 +101,19 @@ class DraftDisk(WeightTransferEngine):  # type: ignore[misc]
         """The staged copy serves from now on; the one that did is let go."""
         self.copies["serving"] = self.copies.pop("staged")
 
-    def _read(self, path: Path, sha256: str) -> None:
+    def _read(self, turn: int, path: Path, sha256: str) -> None:
+        copy: Copy | None = None
+        error: DraftloopError | None = None
         try:
-            self.copies["staged"] = read_copy(path, sha256)
-        except DraftloopError as error:
+            copy = read_copy(path, sha256)
+        except DraftloopError as raised:
+            error = raised
+        with self._ending:
+            if turn != self._turn:  # late: the slot is another read's by now
+                return
             self._error = error
+            if copy is not None:
+                self.copies["staged"] = copy
 
     # Loading, while no request runs.
 

@@ -19,16 +19,16 @@ def install() -> None:
         draftloop_staged,
         draftloop_adopt,
         draftloop_abort,
-        draftloop_names,
+        draftloop_pieces,
         draftloop_differing,
         draftloop_inspect,
     ):
         setattr(base, method.__name__, method)
 
 
-def draftloop_stage(worker: Any, path: str, sha256: str) -> None:
-    """Begin to read a weights file while requests run."""
-    _transport(worker).stage(path, sha256)
+def draftloop_stage(worker: Any, path: str, sha256: str) -> bool:
+    """Begin to read a weights file while requests run; False where the last one is still being read."""
+    return _transport(worker).stage(path, sha256)
 
 
 def draftloop_staged(worker: Any) -> dict[str, str | None] | None:
@@ -47,21 +47,21 @@ def draftloop_abort(worker: Any) -> None:
     versions.end_session(worker)
 
 
-def draftloop_names(worker: Any, slot: str) -> list[str]:
-    """The tensors of that copy."""
-    return list(_copy(worker, slot).tensors)
+def draftloop_pieces(worker: Any, slot: str) -> dict[str, int]:
+    """The tensors of that copy, and in how many calls each is compared."""
+    return proof.pieces(worker.get_draft_model(), _copy(worker, slot).tensors)
 
 
-def draftloop_differing(worker: Any, slot: str, name: str | None = None) -> list[str]:
+def draftloop_differing(worker: Any, slot: str, name: str | None = None, piece: int = 0) -> list[str]:
     """Which tensors of that copy are not what the engine drafts with.
 
-    Without a name all tensors, of packed weights a sample; with a name all of that one.
+    Without a name all tensors, of packed weights a sample; with a name this piece of that one.
     """
     tensors = _copy(worker, slot).tensors
     model = worker.get_draft_model()
     if name is None:
         return [*proof.differing(model, tensors, SAMPLE), *proof.stale_buffers(model)]
-    return proof.differing(model, {name: tensors[name]})
+    return proof.differing(model, {name: tensors[name]}, piece=piece)
 
 
 def draftloop_inspect(worker: Any) -> dict[str, Any]:
