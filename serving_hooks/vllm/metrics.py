@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from draftloop.serving_hooks.vllm import versions
 from draftloop.serving_hooks.vllm.runtime import Runtime
 
 
@@ -65,5 +67,22 @@ class RuntimeCollector:
 
 
 def export(runtime: Runtime) -> None:
-    """Put the runtime's collector into the registry behind /metrics."""
-    REGISTRY.register(RuntimeCollector(runtime))
+    """Put the runtime's collector into the registry behind /metrics.
+
+    Several API servers share vLLM's own numbers through files; ours are then those of the server that answers.
+    """
+    collector = RuntimeCollector(runtime)
+    REGISTRY.register(collector)
+    module = versions.metrics_route()
+    module.get_prometheus_registry = _joining(module.get_prometheus_registry, collector)
+
+
+def _joining(plain: Callable[[], Any], collector: RuntimeCollector) -> Callable[[], Any]:
+    @wraps(plain)
+    def get_prometheus_registry() -> Any:
+        registry = plain()
+        if registry is not REGISTRY:
+            registry.register(collector)
+        return registry
+
+    return get_prometheus_registry

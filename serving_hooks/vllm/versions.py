@@ -74,6 +74,13 @@ def alters_logits(params: Any) -> bool:
     )
 
 
+def metrics_route() -> Any:
+    """The module that mounts /metrics, after the engine is built, on what its `get_prometheus_registry()` returns."""
+    from vllm.entrypoints.serve.instrumentator import metrics
+
+    return metrics
+
+
 def stat_logger_base() -> Any:
     """What a stat logger inherits from."""
     from vllm.v1.metrics.loggers import StatLoggerBase
