@@ -117,6 +117,6 @@ def engine_files(
         files.to_dict(),
         json_out,
         f"start the server with:\n  {files.command}\nand its agent with:\n  draftloop agent --config {files.agent}\n"
-        f"Nobody is captured before [identity] in {files.settings} says whose a request is: default_tenant for a server "
-        "of one tenant, api_keys, or a gateway's secret.",
+        f"Nobody is captured before [identity] in {files.settings} says whose a request is: default_tenant for a "
+        "server of one tenant, api_keys, or a gateway's secret.",
     )
