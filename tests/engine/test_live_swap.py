@@ -147,7 +147,9 @@ def test_nothing_but_health_answers_without_the_token(token: str, live: LiveServ
     code, answer = live.admin("/swap", {"version": "2", "digest": tiny.digest("2")}, token=token)
     assert (code, answer["error"]["class"]) == (401, "AdminDeniedError")
     assert live.token not in json.dumps(answer)
-    line = json.loads((live.files.settings.parent / "engine-audit.jsonl").read_text().splitlines()[-1])
+    file = live.files.settings.parent / "engine-audit.jsonl"
+    wait_until(lambda: '"denied"' in file.read_text().splitlines()[-1])  # a line a second at most
+    line = json.loads(file.read_text().splitlines()[-1])
     assert (line["act"], line["outcome"], line["serving"]) == ("drafter.swap", "denied", "boot")
     assert live.admin("/health", token="") == (200, {"ok": True})
 

@@ -12,6 +12,9 @@ import pytest
 from engine_faults import faulty_python
 from live_site import LiveServer, TinySite, make_server
 
+from draftloop.pipeline.rollout.vllm_client import VllmClient
+from draftloop.pipeline.vllm_service import wait_until_known
+
 pytestmark = pytest.mark.engine
 
 
@@ -34,6 +37,7 @@ def server(engine_python: Path, tiny: TinySite, tmp_path_factory: pytest.TempPat
     python, orders = faulty_python(folder / "faults", engine_python)
     live = make_server(tiny, python, folder / "live")
     live.server.start()
+    wait_until_known(VllmClient(live.url, live.files.token))
     yield Faulty(live, orders)
     live.server.stop()
 
@@ -88,11 +92,26 @@ def test_an_engine_woken_from_deep_sleep_drafts_with_what_served(faulty: Faulty)
         assert live.post("/collective_rpc", {"method": method, "args": args})[0] == 200
     assert live.post("/update_weights", {"update_info": {"slot": "staged"}})[0] == 200
     assert live.post("/finish_weight_update", {})[0] == 200
-    assert faulty.worker()["differing"] != []
+    code, body = live.admin("/inspect", {})  # what sleeps may have no weights to read
+    assert (code, body["error"]["class"]) == (409, "SwapBusyError")
+    code, body = live.post("/collective_rpc", {"method": "draftloop_differing", "args": ["serving"]})
+    assert (code, body["results"][0] != []) == (200, True)
     assert live.post("/wake_up", {})[0] == 200
     worker = faulty.worker()
     assert (worker["drafter"], worker["differing"]) == (live.site.tensors("2"), [])
     assert live.complete("hello")["choices"][0]["text"]
+    assert faulty.swap("boot")[0] == 200
+
+
+def test_an_engine_paused_by_its_operator_is_left_alone_until_it_is_resumed(faulty: Faulty) -> None:
+    live = faulty.live
+    for route in ("/pause?mode=keep", "/sleep?level=0&mode=keep"):
+        assert live.post(route, {})[0] == 200
+        assert faulty.swap("2")[0] == 409
+        assert live.admin("/inspect", {})[0] == 409
+        assert live.post("/resume", {})[0] == 200
+        assert live.complete("hello")["choices"][0]["text"]
+    assert faulty.swap("2")[0] == 200
     assert faulty.swap("boot")[0] == 200
 
 
