@@ -371,6 +371,9 @@ class Demo:
         bad = self.registry.promote(version.version, by="demo operator", reason="promoted by hand, without evidence")
         swapped = self.agent.reconcile()
         self.screen.say(f"version {bad.version} is in: {swapped.reason}")
+        if swapped.state == "ROLLED_BACK":  # the probe was enough; only the watch moves the alias by itself
+            self.registry.set_champion(good.version, by="demo operator", reason=swapped.reason)
+            self.agent.reconcile()
         state = swapped.state if swapped.state != "WATCHING" else self._watch(DOMAIN_B, f"damaged-{self.round_number}")
         live = self.registry.champion()
         self.story.rolled_back = (
