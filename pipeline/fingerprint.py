@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -41,6 +43,12 @@ class Fingerprint:
     def from_dict(cls, values: object) -> Fingerprint:
         """Read a manifest's fingerprint. Raises msgspec.ValidationError for a missing or unknown field."""
         return msgspec.convert(values, cls)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 over the vocabulary: which text each id stands for. Trainer and engine must say the same of one."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def require_same(expected: Fingerprint, found: Fingerprint, *, expected_of: str, found_of: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from draftloop.pipeline.errors import ConfigError, ModelNotFoundError
-from draftloop.pipeline.fingerprint import Fingerprint
+from draftloop.pipeline.fingerprint import Fingerprint, tokenizer_digest
 from draftloop.trainers.layer_ids import check_tap_layers, default_tap_layers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -147,7 +146,7 @@ def _fingerprint(model: Any, tokenizer: Any, dtype: str, tap_layers: tuple[int, 
     rope = getattr(config, "rope_parameters", None) or {}
     return Fingerprint(
         weights_digest=_weights_digest(model),
-        tokenizer_digest=_tokenizer_digest(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
         template_digest=hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         vocab_size=len(tokenizer),
         padded_vocab_size=model.get_input_embeddings().weight.shape[0],
@@ -168,9 +167,3 @@ def _weights_digest(model: Any) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 over the vocabulary: which text each id stands for."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()

@@ -6,7 +6,6 @@ The digest of its weights needs their files to be read, so that is checked in th
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftloop.pipeline.errors import CheckpointError, FingerprintMismatchError
-from draftloop.pipeline.fingerprint import Fingerprint, require_same
+from draftloop.pipeline.fingerprint import Fingerprint, require_same, tokenizer_digest
 from draftloop.serving_hooks.vllm import checks
 
 _TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -49,16 +48,11 @@ def _said(config: Any, tokenizer: Any, chat_template: str | None) -> Iterator[tu
     yield "rope_theta", float(rope.get("rope_theta", getattr(text, "rope_theta", 10000.0)))
     if tokenizer is not None:
         yield "vocab_size", len(tokenizer)
-        yield "tokenizer_digest", _tokenizer_digest(tokenizer)
+        yield "tokenizer_digest", tokenizer_digest(tokenizer)
         yield "template_digest", hashlib.sha256(_template(tokenizer, chat_template).encode()).hexdigest()
     taps = _taps(config.speculative_config)
     if taps is not None:
         yield "tap_layers", taps
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def _template(tokenizer: Any, told: str | None) -> str:

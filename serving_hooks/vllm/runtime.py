@@ -7,7 +7,7 @@ the others, so one object a process is what they share.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -74,10 +74,6 @@ class Runtime:
         """Count what went wrong with us, which no request is to suffer from."""
         if self.hook is not None:
             self.hook.refuse("unexpected")
-
-    def label(self, version: str | None) -> None:
-        """Name the drafter that serves."""
-        self.served = replace(self.served, version=version)
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from admin_twin import AdminTwin, serving
+from samples import FINGERPRINT as TARGET
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.errors import (
@@ -23,7 +24,6 @@ from draftloop.pipeline.errors import (
     SwapFailedError,
     SwapRefusedError,
 )
-from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.records import Condition, ProbeResult, SpecCounters, Swapped
 from draftloop.pipeline.registry.registry import Candidate, MemoryRegistry
 from draftloop.pipeline.rollout.agent import Agent, AgentConfig
@@ -33,20 +33,6 @@ from draftloop.pipeline.rollout.journal import Journal
 from draftloop.pipeline.rollout.vllm_client import VllmClient
 from draftloop.pipeline.stream.audit import MemoryAudit
 
-TARGET = Fingerprint(
-    weights_digest="w",
-    tokenizer_digest="t",
-    template_digest="c",
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 PROMPTS = [(number,) for number in range(12)]
 CONFIG = AgentConfig(canary=CanaryConfig(settle_steps=0))
 WORDS = 8

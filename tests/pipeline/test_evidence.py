@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from samples import FINGERPRINT as TARGET
 
 from draftloop.pipeline import artifact
 from draftloop.pipeline.config import Config
 from draftloop.pipeline.data.snapshot import Reject, Row, publish_snapshot
 from draftloop.pipeline.errors import CheckpointError
-from draftloop.pipeline.fingerprint import Fingerprint
 from draftloop.pipeline.judge.gate import decide
 from draftloop.pipeline.judge.report import ReplayReport, RequestReplay
 from draftloop.pipeline.judge.verdict import sign
@@ -21,21 +21,6 @@ from draftloop.pipeline.records import SpecCounters
 from draftloop.pipeline.registry.evidence import candidate
 from draftloop.pipeline.registry.registry import Candidate
 from draftloop.pipeline.rollout.canary import Expectation, depth_of, expectation_of
-
-TARGET = Fingerprint(
-    weights_digest="w",
-    tokenizer_digest="t",
-    template_digest="c",
-    vocab_size=131,
-    padded_vocab_size=136,
-    hidden_size=32,
-    num_layers=4,
-    tap_layers=(1, 2, 3),
-    dtype="float32",
-    quantization="none",
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-)
 
 
 def row(number: int) -> Row:
